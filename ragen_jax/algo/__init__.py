@@ -1,0 +1,1 @@
+"""Advantages, losses, filters, rewards, diagnostics: arrays in, arrays out."""

@@ -1,0 +1,1 @@
+"""Tokenizer tables (host, once), rendering and parsing on the device."""

@@ -1,0 +1,1 @@
+"""Training state, update, loop, warm start, evaluation."""
