@@ -23,7 +23,7 @@ class Demonstration(NamedTuple):
     thought: Int[Array, "u"]  # slot indices of the environment's `thought` template
 
 
-class TextEnv(Environment, Generic[State], abc.ABC):
+class TextEnv(Environment, Generic[State]):
     """A world an agent reads and writes as text. Nothing on the instance changes after construction.
 
     The state is a pytree with a field `key`: the stream that later dynamics draw from. The engine gives
