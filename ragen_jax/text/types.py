@@ -1,0 +1,21 @@
+"""Types shared by the text modules; importing them loads neither JAX nor `transformers`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+__all__ = ["TokenBytes", "TokenizerError"]
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be loaded or used; the message says why in one sentence."""
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of every token id: those of id `i` are `data[offsets[i]:offsets[i + 1]]`."""
+
+    data: UInt8[np.ndarray, "n"]
+    offsets: Int[np.ndarray, "v+1"]
