@@ -37,15 +37,16 @@ CHAT_TEMPLATE = (
 BOTH = (
     "Left Right Up Down left right up down Turn turn State state Reward reward Actions actions action "
     "Goal goal box player wall empty hole target Box Player Target Phoenix Dragon "
-    "system user assistant answer think Answer You The the"
-).split()
+    "system user assistant answer think Answer You The the Arms"
+)
 # Words that are one token after a space.
 SPACED = (
     "is on in at to of a and or an with for one you your it not no so be by then now per most more "
     "floor ice frozen push move step steps reach boxes targets holes slip cell row column arm arms pull "
     "reply format words tokens example symbols board grid each first last try from into next moves game "
-    "below above only can will may are this that Teacher Engineer Trader Librarian Use Give"
-).split()
+    "below above only can will may are this that here choice Teacher "
+    "Engineer Trader Librarian Use Give"
+)
 SENTENCES = (
     "Turn 1.\nState:\n",
     "You have 5 actions left.\n",
@@ -90,7 +91,7 @@ def build() -> Tokenizer:
 
 
 def _corpus() -> list[str]:
-    words = [f"{word}\n {word}\n" for word in BOTH] + [f" {word}\n" for word in SPACED]
+    words = [f"{word}\n {word}\n" for word in BOTH.split()] + [f" {word}\n" for word in SPACED.split()]
     return [*SENTENCES * 8, *words * 8]
 
 

@@ -7,11 +7,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt8
 
-__all__ = ["TokenBytes", "TokenizerError"]
+__all__ = ["TemplateError", "TokenBytes", "TokenizerError"]
 
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded or used; the message says why in one sentence."""
+
+
+class TemplateError(ValueError):
+    """A template whose parts do not join for a tokenizer; the message names the slot and the strings."""
 
 
 class TokenBytes(NamedTuple):

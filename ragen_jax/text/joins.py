@@ -1,0 +1,171 @@
+"""Ids of the pieces of a template, cut out of encodings in context, and the proof that they join.
+
+Every check compares ids with those the tokenizer gives to the joined text:
+
+- all values of a piece, between the first (non-empty) values of its neighbours;
+- for two pieces that can touch, one pair of values for every distinct pair of the last two characters
+  on the left and the first two on the right; pieces touch across others that may be empty;
+- a fixed random sample of whole messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ragen_jax.text.tokenizer import TextTokenizer
+from ragen_jax.text.types import TemplateError
+
+__all__ = ["Piece", "check_joins", "encode_pieces"]
+
+_WINDOW = 48  # characters of context; byte-level pre-tokenizers look at far fewer
+_EDGE = 2  # characters on each side that make a join what it is
+_SAMPLES = 128
+
+_Ids = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A literal (one value) or a slot. `name` is for messages."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def example(self) -> str:
+        """The first value that is not empty, if any."""
+        return next((value for value in self.values if value), "")
+
+
+def encode_pieces(pieces: Sequence[Piece], tokenizer: TextTokenizer, *, name: str) -> list[tuple[_Ids, ...]]:
+    """Ids of every value of every piece. Raises TemplateError where a value shares a token."""
+    examples = [piece.example for piece in pieces]
+    done: dict[tuple[str, tuple[str, ...], str], tuple[_Ids, ...]] = {}
+    encoded = []
+    for k, piece in enumerate(pieces):
+        left = _tail("".join(examples[:k]))
+        right = "".join(examples[k + 1 :])[:_WINDOW]
+        key = (left, piece.values, right)  # the middle rows of a board have the same surroundings
+        if key not in done:
+            batch = tokenizer.encode_batch([left + value + right for value in piece.values])
+            values = []
+            for value, ids in zip(piece.values, batch, strict=True):
+                cut = _cut(tokenizer, ids, left, value, right)
+                if cut is None:
+                    raise TemplateError(
+                        f"{name}: {piece.name} does not tokenize apart from its neighbours: "
+                        f"{value!r} between {left[-16:]!r} and {right[:16]!r}"
+                    )
+                values.append(cut)
+            done[key] = tuple(values)
+        encoded.append(done[key])
+    return encoded
+
+
+def check_joins(
+    pieces: Sequence[Piece],
+    encoded: Sequence[tuple[_Ids, ...]],
+    tokenizer: TextTokenizer,
+    *,
+    name: str,
+) -> None:
+    """Raise TemplateError unless joined values have the joined ids."""
+    examples = [piece.example for piece in pieces]
+    expected: dict[tuple[str, str, str], tuple[_Ids, str]] = {}
+    for i, j in _touching(pieces):
+        left = _tail("".join(examples[:i]))
+        right = "".join(examples[j + 1 :])[:_WINDOW]
+        lasts = _one_of_each((v[-_EDGE:], n) for n, v in enumerate(pieces[i].values) if v)
+        firsts = _one_of_each((v[:_EDGE], n) for n, v in enumerate(pieces[j].values) if v)
+        for m, n in itertools.product(lasts, firsts):
+            text_m, text_n = pieces[i].values[m], pieces[j].values[n]
+            ids = encoded[i][m] + encoded[j][n]
+            where = f"{pieces[i].name} and {pieces[j].name}: {text_m[-24:]!r} and {text_n[:24]!r}"
+            # The same text around the same ids need not be encoded again (cells of a wide board).
+            key = (left, text_m + text_n, right)
+            if expected.setdefault(key, (ids, where))[0] != ids:
+                raise TemplateError(f"{name}: bad join between {where}")
+    _compare(expected, tokenizer, name)
+
+    rng = np.random.default_rng(0)
+    whole: dict[tuple[str, str, str], tuple[_Ids, str]] = {}
+    for _ in range(_SAMPLES if any(len(piece.values) > 1 for piece in pieces) else 1):
+        choice = [int(rng.integers(len(piece.values))) for piece in pieces]
+        texts = [piece.values[n] for piece, n in zip(pieces, choice, strict=True)]
+        ids = tuple(token for values, n in zip(encoded, choice, strict=True) for token in values[n])
+        shown = [
+            f"{piece.name} = {text!r}"
+            for piece, text in zip(pieces, texts, strict=True)
+            if len(piece.values) > 1
+        ]
+        whole["", "".join(texts), ""] = (ids, ", ".join(shown) or "its literals")
+    _compare(whole, tokenizer, name)
+
+
+def _compare(
+    expected: dict[tuple[str, str, str], tuple[_Ids, str]], tokenizer: TextTokenizer, name: str
+) -> None:
+    batch = tokenizer.encode_batch(["".join(key) for key in expected])
+    for (key, (ids, where)), found in zip(expected.items(), batch, strict=True):
+        if _cut(tokenizer, found, *key) != ids:
+            raise TemplateError(f"{name}: bad join between {where}")
+
+
+def _touching(pieces: Sequence[Piece]) -> Iterable[tuple[int, int]]:
+    """Pairs of pieces with nothing but possibly empty pieces between them."""
+    for i in range(len(pieces)):
+        for j in range(i + 1, len(pieces)):
+            yield i, j
+            if "" not in pieces[j].values:
+                break
+
+
+def _one_of_each(keyed: Iterable[tuple[str, int]]) -> list[int]:
+    firsts: dict[str, int] = {}
+    for key, value in keyed:
+        firsts.setdefault(key, value)
+    return list(firsts.values())
+
+
+def _tail(text: str) -> str:
+    """The end of a text, about `_WINDOW` characters, from a place where no token can straddle.
+
+    That is after a newline that something visible follows, else before a single space.
+    """
+    if len(text) <= _WINDOW:
+        return text
+    tail = text[-_WINDOW:]
+    for i in range(1, _WINDOW // 2):
+        if tail[i - 1] == "\n" and not tail[i].isspace():
+            return tail[i:]
+    for i in range(1, _WINDOW // 2):
+        if tail[i] == " " and not tail[i - 1].isspace() and not tail[i + 1].isspace():
+            return tail[i:]
+    return tail
+
+
+def _cut(tokenizer: TextTokenizer, ids: Sequence[int], left: str, value: str, right: str) -> _Ids | None:
+    """The ids of `value` among those of `left + value + right`.
+
+    None if a token straddles a border, or if the tokens do not spell the text. Lengths in bytes serve as
+    offsets: they are exact where a character is several tokens, and no tokenizer trims them.
+    """
+    start = len(left.encode())
+    stop = start + len(value.encode())
+    text = (left + value + right).encode()
+    position = 0
+    cut = []
+    for token in ids:
+        piece = tokenizer.token_text(token)
+        end = position + len(piece)
+        if text[position:end] != piece:
+            return None
+        if start <= position and end <= stop:
+            cut.append(token)
+        elif position < stop and start < end:
+            return None
+        position = end
+    return tuple(cut) if position == len(text) else None
