@@ -103,9 +103,9 @@ class Bandit(TextEnv[BanditState]):
     def reset(self, key: chex.PRNGKey) -> tuple[BanditState, TimeStep]:
         """Draw the pair of names and the order in which they are displayed."""
         level_key, dynamics_key = jax.random.split(key)
-        pair_key, order_key = jax.random.split(level_key)
-        pair = jax.random.randint(pair_key, (), 0, len(self.actions) // 2)
-        high_first = jax.random.bernoulli(order_key).astype(jnp.int32)
+        pair_draw, order_draw = jax.random.uniform(level_key, (2,))
+        pair = jnp.floor(pair_draw * (len(self.actions) // 2)).astype(jnp.int32)
+        high_first = (order_draw < 0.5).astype(jnp.int32)
         shown = jnp.stack([2 * pair + high_first, 2 * pair + 1 - high_first]).astype(jnp.int32)
         state = BanditState(key=dynamics_key, shown=shown, chosen=jnp.int32(-1))
         return state, first_step(self.observe(state))
@@ -113,12 +113,11 @@ class Bandit(TextEnv[BanditState]):
     def step(self, state: BanditState, action: Int[Array, ""]) -> tuple[BanditState, TimeStep]:
         """Draw the payout of the chosen arm from the state's key; the episode is over."""
         action = jnp.asarray(action, dtype=jnp.int32)
-        next_key, payout_key = jax.random.split(state.key)
         fresh = state.chosen < 0
-        pays = jax.random.bernoulli(payout_key, self.high_prob)
+        pays = jax.random.bernoulli(state.key, self.high_prob)  # used once: there is no second action
         high_payout = jnp.where(pays, jnp.float32(self.high_reward), 0.0)
         reward: Float[Array, ""] = jnp.where(is_high(action), high_payout, jnp.float32(self.low_reward))
-        state = state._replace(key=next_key, chosen=jnp.where(fresh, action, state.chosen))
+        state = state._replace(chosen=jnp.where(fresh, action, state.chosen))
         done = jnp.ones((), dtype=bool)
         reward = jnp.where(fresh, reward, 0.0)
         return state, next_step(reward, self.observe(state), done, self.success(state))
@@ -144,7 +143,7 @@ class Bandit(TextEnv[BanditState]):
 
     def demonstrate(self, state: BanditState, key: chex.PRNGKey, max_actions: int) -> Demonstration:
         """Either arm with equal chance: a demonstration teaches the format and not the answer."""
-        choice = jax.random.choice(key, state.shown)
+        choice = state.shown[jax.random.bernoulli(key).astype(jnp.int32)]
         actions = jnp.full((max_actions,), -1, dtype=jnp.int32).at[0].set(choice)
         return Demonstration(actions, jnp.append(state.shown, choice).astype(jnp.int32))
 

@@ -1,10 +1,9 @@
-"""What the worlds share: time steps, picking a cell, words for a direction."""
+"""What the worlds share: time steps, words for a direction."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -27,11 +26,6 @@ DIRECTION_WORDS = (
 def direction_index(rows: Int[Array, ""], columns: Int[Array, ""]) -> Int[Array, ""]:
     """Index into `DIRECTION_WORDS` of a displacement; rows grow downwards, columns to the right."""
     return (3 * (jnp.sign(rows) + 1) + jnp.sign(columns) + 1).astype(jnp.int32)
-
-
-def pick(key: chex.PRNGKey, allowed: Bool[Array, "n"]) -> Int[Array, ""]:
-    """An index drawn uniformly from those allowed; any index if none is."""
-    return jnp.argmax(jnp.where(allowed, jax.random.uniform(key, allowed.shape), -1.0)).astype(jnp.int32)
 
 
 def first_step(observation: Any) -> TimeStep:

@@ -118,11 +118,11 @@ def draw_level(
     cells = size * size
 
     def draw(carry: tuple) -> tuple:
-        next_key, ice_key, start_key, goal_key = jax.random.split(carry[0], 4)
-        start = jax.random.randint(start_key, (), 0, cells)
-        goal = (start + jax.random.randint(goal_key, (), 1, cells)) % cells
-        places = jnp.arange(cells)
-        frozen = jax.random.bernoulli(ice_key, frozen_prob, (cells,))
+        next_key, draw_key = jax.random.split(carry[0])
+        ice_draws, place_draws = jax.random.uniform(draw_key, (2, cells))
+        # Two different cells, uniformly: those of the greatest of independent draws.
+        _, (start, goal) = jax.lax.top_k(place_draws, 2)
+        places, frozen = jnp.arange(cells), ice_draws < frozen_prob
         holes = ~(frozen | (places == start) | (places == goal))
         return next_key, holes, start, goal, reachable(holes, start, goal, size=size)
 

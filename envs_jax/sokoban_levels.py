@@ -16,14 +16,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
-
-from envs_jax.common import pick
+from jaxtyping import Array, Bool, Float, Int
 
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))  # up, down, left, right
 BACK = np.array([1, 0, 3, 2])  # the opposite of each
 TURN_PROB = 0.35  # of drawing the walk's direction again
-WALK_ON_PROB = 0.5  # of another step of the player's last walk
+FIRST_WALK_PROBS = (0.8, 0.5)  # of a first step of the player's last walk: by displacement, one or more
+WALK_ON_PROB = 0.5  # of each further step
 LAST_WALK = 3  # at most so many steps
 UNSOLVABLE = np.int32(1_000_000)  # a distance longer than any solution
 
@@ -75,14 +74,18 @@ def stamps(height: int, width: int) -> np.ndarray:
     return table[..., 1:-1, 1:-1].reshape(height * width, len(STAMPS), height * width)
 
 
-def draw_room(key: chex.PRNGKey, *, height: int, width: int) -> Bool[Array, "cells"]:
-    """Floor stamped by a random walk of int(1.7 * (h + w)) steps, h and w with the border."""
-    steps = int(1.7 * (height + width + 4))
-    start_key, direction_key, turn_key, mask_key = jax.random.split(key, 4)
+def scale(draws: Float[Array, "*n"], number: int | Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Integers in 0..number - 1 from uniform draws."""
+    return jnp.floor(draws * number).astype(jnp.int32)
+
+
+def build_room(
+    start: Float[Array, "3"], draws: Float[Array, "steps 3"], *, height: int, width: int
+) -> Bool[Array, "cells"]:
+    """Floor stamped by a random walk, from uniform draws."""
     # The start may lie on the far border; the first step clamps it to the interior.
-    start = jax.random.randint(start_key, (2,), 0, jnp.array([height + 1, width + 1]))
-    drawn = jax.random.randint(direction_key, (steps + 1,), 0, 4)
-    turns = jax.random.bernoulli(turn_key, TURN_PROB, (steps,))
+    position = scale(start[:2], jnp.array([height + 1, width + 1]))
+    turns, directions, masks = draws[:, 0] < TURN_PROB, scale(draws[:, 1], 4), scale(draws[:, 2], 5)
     last = jnp.array([height - 1, width - 1])
 
     def walk(carry: tuple, inputs: tuple) -> tuple:
@@ -92,8 +95,7 @@ def draw_room(key: chex.PRNGKey, *, height: int, width: int) -> Bool[Array, "cel
         position = jnp.clip(position + jnp.array(STEPS)[direction], 0, last)
         return (position, direction), position[0] * width + position[1]
 
-    _, visited = jax.lax.scan(walk, (start, drawn[0]), (turns, drawn[1:]))
-    masks = jax.random.randint(mask_key, (steps,), 0, len(STAMPS))
+    _, visited = jax.lax.scan(walk, (position, scale(start[2], 4)), (turns, directions))
     return jnp.any(jnp.asarray(stamps(height, width))[visited, masks], axis=0)
 
 
@@ -155,22 +157,27 @@ def farthest_pull(
     return best // (cells + 1), jnp.where(box_code == cells, target, box_code), best_score
 
 
-def walk_off(key: chex.PRNGKey, level: Level, displacement: Int[Array, ""], around: np.ndarray) -> Level:
-    """Walk the player up to 3 steps over free cells, never back, so that it need not stand at the box."""
-    floor_or_border = jnp.append(level.floor, False)
-    go_key, *step_keys = jax.random.split(key, 1 + LAST_WALK)
-    going = jax.random.bernoulli(go_key, jnp.where(displacement == 1, 0.8, 0.5))
-    player = level.player
-    trodden = (jnp.arange(level.floor.shape[0] + 1) == player) | ~floor_or_border
-    trodden = trodden.at[level.box].set(True)
-    for step_key in step_keys:
-        cell_key, on_key = jax.random.split(step_key)
+def walk_off(draws: Float[Array, "3 5"], level: Level, around: np.ndarray, first: Float[Array, ""]) -> Level:
+    """Walk the player up to 3 steps over free cells, never back, so that it need not stand at the box.
+
+    Of a step's uniform draws the first four choose among free directions, the last whether it is made:
+    with probability `first` for the first step.
+    """
+    cells = jnp.arange(level.floor.shape[0] + 1)
+    trodden = ~jnp.append(level.floor, False) | (cells == level.box) | (cells == level.player)
+    probs = jnp.array([0.0] + [WALK_ON_PROB] * (LAST_WALK - 1)).at[0].set(first)
+
+    def walk(carry: tuple, inputs: tuple) -> tuple:
+        player, trodden, going = carry
+        draw, prob = inputs
         ahead = jnp.asarray(around)[player]
         free = ~trodden[ahead]
-        going &= jnp.any(free)
-        player = jnp.where(going, ahead[pick(cell_key, free)], player)
-        trodden = trodden.at[player].set(True)
-        going &= jax.random.bernoulli(on_key, WALK_ON_PROB)
+        going &= (draw[4] < prob) & jnp.any(free)
+        player = jnp.where(going, ahead[jnp.argmax(jnp.where(free, draw[:4], -1.0))], player)
+        return (player, trodden | (cells == player), going), None
+
+    going = jnp.ones((), dtype=bool)
+    (player, _, _), _ = jax.lax.scan(walk, (level.player, trodden, going), (draws, probs))
     return level._replace(player=player)
 
 
@@ -181,17 +188,27 @@ def draw_level(key: chex.PRNGKey, *, height: int, width: int, search_depth: int)
     """
     cells = height * width
     around = neighbours(height, width)
+    steps = int(1.7 * (height + width + 4))  # of the room's walk: 1.7 times the sides with the border
+    # One draw for the room's start, its walk, the player and the target, and the player's last walk:
+    # each further call of the generator costs most of a second to compile.
+    sizes = (3, 3 * steps, cells, 5 * LAST_WALK)
 
     def draw(carry: tuple) -> tuple:
-        next_key, room_key, player_key, target_key, walk_key = jax.random.split(carry[0], 5)
-        floor = draw_room(room_key, height=height, width=width)
-        start = pick(player_key, floor)
-        target = pick(target_key, floor & (jnp.arange(cells) != start))
+        next_key, draw_key = jax.random.split(carry[0])
+        draws = jax.random.uniform(draw_key, (sum(sizes),))
+        start_draws, room_draws, place_draws, walk_draws = jnp.split(draws, np.cumsum(sizes)[:-1])
+        floor = build_room(start_draws, room_draws.reshape(steps, 3), height=height, width=width)
+        # Two cells drawn uniformly without replacement: those of the greatest of independent draws.
+        _, (start, target) = jax.lax.top_k(jnp.where(floor, place_draws, -1.0), 2)
         player, box, score = farthest_pull(
             floor, start, target, height=height, width=width, search_depth=search_depth
         )
         score = jnp.where(jnp.sum(floor) > 2, score, 0)
-        return next_key, walk_off(walk_key, Level(floor, player, box, target), score, around), score
+        level = Level(floor, player, box, target)
+        level = walk_off(
+            walk_draws.reshape(LAST_WALK, 5), level, around, jnp.where(score == 1, *FIRST_WALK_PROBS)
+        )
+        return next_key, level, score
 
     zero = jnp.int32(0)
     nothing = (key, Level(jnp.zeros(cells, dtype=bool), zero, zero, zero), zero)
