@@ -24,6 +24,8 @@ from envs_jax.text import Slot, Template
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 SYMBOLS = "#_OX√PS"  # wall, floor, target, box, box on target, player, player on target
+# By solved or not, then by a box taken off a target, neither, put on one; a table, because sums round.
+REWARDS = np.array([[-1.1, -0.1, 0.9], [8.9, 9.9, 10.9]], dtype=np.float32)
 
 
 class SokobanState(NamedTuple):
@@ -126,9 +128,8 @@ class Sokoban(TextEnv[SokobanState]):
         )
         success = self.success(after)
         gained = jnp.sum(after.boxes & after.targets) - jnp.sum(state.boxes & state.targets)
-        # In tenths, so that the float is the nearest to the decimal number.
-        tenths = -1 + 10 * jnp.sign(gained) + jnp.where(success, 100, 0)
-        reward = jnp.where(over, 0, tenths).astype(jnp.float32) / 10
+        reward = jnp.asarray(REWARDS)[success.astype(jnp.int32), jnp.sign(gained) + 1]
+        reward = jnp.where(over, 0.0, reward)
         done = success | (after.steps >= self.max_steps)
         return after, next_step(reward, self.observe(after), done, success)
 
