@@ -136,6 +136,8 @@ def _families() -> str:
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    if hf.get("quantization_config"):
+        raise ValueError("Quantized weights are not supported; use the model's bfloat16 or float32 version.")
     if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
         raise ValueError("Sliding-window attention is not supported; use a model with full attention.")
     if hf.get("hidden_act", "silu") != "silu":
