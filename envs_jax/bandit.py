@@ -136,6 +136,10 @@ class Bandit(TextEnv[BanditState]):
         """Whether the high arm was chosen, whatever it paid."""
         return (state.chosen >= 0) & is_high(state.chosen)
 
+    def optimal_success(self, state: BanditState, num_actions: int) -> Float[Array, ""]:
+        """1 before the choice; afterwards, whether it was the high arm."""
+        return (self.success(state) | ((state.chosen < 0) & (num_actions > 0))).astype(jnp.float32)
+
     def valid_actions(self, state: BanditState) -> Bool[Array, "n"]:
         """Only the two names on display."""
         arms = jnp.arange(len(self.actions))

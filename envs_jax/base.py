@@ -8,7 +8,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import chex
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 from jumanji import Environment, specs
 
 from envs_jax.text import Template
@@ -49,6 +49,10 @@ class TextEnv(Environment, Generic[State]):
     @abc.abstractmethod
     def success(self, state: State) -> Bool[Array, ""]:
         """Whether the episode has ended in success."""
+
+    @abc.abstractmethod
+    def optimal_success(self, state: State, num_actions: int) -> Float[Array, ""]:
+        """The probability that best play succeeds within `num_actions` (static) more actions."""
 
     @abc.abstractmethod
     def demonstrate(self, state: State, key: chex.PRNGKey, max_actions: int) -> Demonstration:

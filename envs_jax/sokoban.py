@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 from jumanji.types import TimeStep
 
 from envs_jax import sokoban_levels as levels
@@ -149,6 +149,11 @@ class Sokoban(TextEnv[SokobanState]):
         """Fewest actions to the solution, `sokoban_levels.UNSOLVABLE` if there is none."""
         left, _, node, _ = self._solution(state)
         return left[node]
+
+    def optimal_success(self, state: SokobanState, num_actions: int) -> Float[Array, ""]:
+        """1 if a solution fits into the actions, `max_steps` included, else 0."""
+        left = jnp.minimum(num_actions, self.max_steps - state.steps)
+        return (self.optimal_length(state) <= left).astype(jnp.float32)
 
     def demonstrate(self, state: SokobanState, key: chex.PRNGKey, max_actions: int) -> Demonstration:
         """A shortest solution, its first `max_actions` actions. A single move up where none exists."""

@@ -95,8 +95,9 @@ def build_room(
         position = jnp.clip(position + jnp.array(STEPS)[direction], 0, last)
         return (position, direction), position[0] * width + position[1]
 
-    _, visited = jax.lax.scan(walk, (position, scale(start[2], 4)), (turns, directions))
-    return jnp.any(jnp.asarray(stamps(height, width))[visited, masks], axis=0)
+    trail: Int[Array, "steps"]
+    _, trail = jax.lax.scan(walk, (position, scale(start[2], 4)), (turns, directions))
+    return jnp.any(jnp.asarray(stamps(height, width))[trail, masks], axis=0)
 
 
 def farthest_pull(

@@ -68,7 +68,9 @@ def test_members_share_the_prompt_and_draw_their_own_payouts(env):
 def test_second_step_changes_nothing_and_pays_nothing(env):
     step = jax.jit(chex.assert_max_traces(env.step, n=1))
     state, _ = env.reset(jax.random.key(6))
+    assert float(env.optimal_success(state, 1)) == 1.0
     state, _ = step(state, jnp.int32(0))
+    assert float(env.optimal_success(state, 1)) == 0.0
     after, timestep = step(state, jnp.int32(1))
     chex.assert_trees_all_equal(after.chosen, state.chosen)
     assert float(timestep.reward) == 0.0
