@@ -107,6 +107,7 @@ class _Grammar:
         self.prefixes = {name[:n] for name in names for n in range(len(name) + 1)}
         self.separator = separator
         self.opening = [THINK, THINK_END + ANSWER] if think else [ANSWER]
+        self.settled: dict[bytes, tuple[bytes, bytes | None, bytes]] = {}
 
     def step(self, state: _State, byte: int) -> tuple[_State, int]:
         """The next state and the event of one byte."""
@@ -130,24 +131,36 @@ class _Grammar:
         return ("seek", tag + 1, b"") if tag + 1 < len(self.opening) else ("answer", b"", b"")
 
     def _answer(self, piece: bytes | int, pending: bytes, byte: int) -> tuple[_State, int]:
-        event = EVENT_NONE
-        pending += bytes([byte])
-        while pending:
-            if pending == ANSWER_END:
-                return ("final",), self._piece_event(piece)
-            if pending.startswith(self.separator):
-                # At most one piece that is not empty ends at a byte: no separator fits in the tag.
-                event = self._piece_event(piece) or event
-                piece, pending = b"", pending[len(self.separator) :]
-            elif self.separator.startswith(pending) or ANSWER_END.startswith(pending):
+        text, end, pending = self._settle(pending + bytes([byte]))
+        for released in text:
+            if piece == -1:
                 break
-            else:
-                piece, pending = self.feed_piece(piece, pending[0]), pending[1:]
+            piece = self.feed_piece(piece, released)
+        if end is not None:
+            state: _State = ("final",) if end == ANSWER_END else ("answer", b"", b"")
+            return state, self._piece_event(piece)
         if pending and isinstance(piece, bytes) and piece + pending[:1].lower() not in self.prefixes:
             # If the pending bytes turn out to be text, the piece is unknown whatever it was, so only
             # its value as it stands matters; this keeps names and tags from multiplying.
             piece = self._outcome(piece)
-        return ("answer", piece, pending), event
+        return ("answer", piece, pending), EVENT_NONE
+
+    def _settle(self, pending: bytes) -> tuple[bytes, bytes | None, bytes]:
+        """Split pending bytes into text, the separator or tag that they complete, and what stays open.
+
+        Only the last byte is new, and no separator fits in the tag: what is completed ends the bytes.
+        """
+        if pending not in self.settled:
+            text, end, rest = b"", None, pending
+            while rest:
+                if rest in (ANSWER_END, self.separator):
+                    end, rest = rest, b""
+                elif self.separator.startswith(rest) or ANSWER_END.startswith(rest):
+                    break
+                else:
+                    text, rest = text + rest[:1], rest[1:]
+            self.settled[pending] = (text, end, rest)
+        return self.settled[pending]
 
     def feed_piece(self, piece: bytes | int, byte: int) -> bytes | int:
         """Append a byte to a piece.
@@ -183,26 +196,21 @@ def build_automaton(
       separator: what stands between two actions.
       think: whether a reply starts with a thought.
       prefix: bytes that every reply begins with and that are not sampled; the automaton starts behind
-        them. The opening tag if None.
+        them; the opening tag if None. It changes nothing but `start`.
 
     Raises ValueError as `parse_text` does.
     """
     names, sep = check_grammar(actions, separator)
     grammar = _Grammar(names, sep, think)
-    state: _State = ("seek", 0, b"")
-    for byte in (THINK if think else ANSWER) if prefix is None else prefix:
-        state, event = grammar.step(state, byte)
-        if event != EVENT_NONE or state[0] == "final":
-            raise ValueError(f"the forced prefix {prefix!r} of a reply already contains an action")
-
-    # Bytes that occur nowhere in the syntax act alike, and so does either case of a letter in a name.
+    # Bytes that occur nowhere in the syntax act alike.
     syntax = THINK + THINK_END + ANSWER + ANSWER_END + WHITESPACE + sep + b"".join(names)
     distinct = sorted({*syntax, *syntax.upper()})
-    other = next(byte for byte in range(256) if byte not in distinct)
+    other = 0xFF  # not in UTF-8, so in no name
     symbols = [*distinct, other]
 
-    index = {state: 0}
-    queue = [state]
+    opening: _State = ("seek", 0, b"")
+    index = {opening: 0}
+    queue = [opening]
     rows: list[list[tuple[int, int]]] = []
     for current in queue:  # grows as new states are met
         row = []
@@ -221,10 +229,15 @@ def build_automaton(
     classes = columns.reshape(len(columns), len(rows), 2)
     byte_class = np.full(256, inverse.reshape(-1)[-1], np.int32)
     byte_class[distinct] = inverse.reshape(-1)[:-1]
+    start = opening
+    for byte in (THINK if think else ANSWER) if prefix is None else prefix:
+        start, event = grammar.step(start, byte)
+        if event != EVENT_NONE or start == ("final",):
+            raise ValueError(f"the forced prefix {prefix!r} of a reply already contains an action")
     return Automaton(
         byte_class=byte_class,
         next_state=np.ascontiguousarray(classes[:, :, 0].T),
         event=np.ascontiguousarray(classes[:, :, 1].T),
-        start=0,
+        start=index[start],
         final=index[("final",)],
     )

@@ -21,7 +21,7 @@ from ragen_jax.text.types import TemplateError
 
 __all__ = ["Piece", "check_joins", "encode_pieces"]
 
-_WINDOW = 48  # characters of context; byte-level pre-tokenizers look at far fewer
+_WINDOW = 16  # characters of context; byte-level pre-tokenizers look at far fewer
 _EDGE = 2  # characters on each side that make a join what it is
 _SAMPLES = 128
 
@@ -42,12 +42,10 @@ class Piece(NamedTuple):
 
 def encode_pieces(pieces: Sequence[Piece], tokenizer: TextTokenizer, *, name: str) -> list[tuple[_Ids, ...]]:
     """Ids of every value of every piece. Raises TemplateError where a value shares a token."""
-    examples = [piece.example for piece in pieces]
     done: dict[tuple[str, tuple[str, ...], str], tuple[_Ids, ...]] = {}
     encoded = []
     for k, piece in enumerate(pieces):
-        left = _tail("".join(examples[:k]))
-        right = "".join(examples[k + 1 :])[:_WINDOW]
+        left, right = _context(pieces, tokenizer, k, k)
         key = (left, piece.values, right)  # the middle rows of a board have the same surroundings
         if key not in done:
             batch = tokenizer.encode_batch([left + value + right for value in piece.values])
@@ -73,11 +71,9 @@ def check_joins(
     name: str,
 ) -> None:
     """Raise TemplateError unless joined values have the joined ids."""
-    examples = [piece.example for piece in pieces]
     expected: dict[tuple[str, str, str], tuple[_Ids, str]] = {}
     for i, j in _touching(pieces):
-        left = _tail("".join(examples[:i]))
-        right = "".join(examples[j + 1 :])[:_WINDOW]
+        left, right = _context(pieces, tokenizer, i, j)
         lasts = _one_of_each((v[-_EDGE:], n) for n, v in enumerate(pieces[i].values) if v)
         firsts = _one_of_each((v[:_EDGE], n) for n, v in enumerate(pieces[j].values) if v)
         for m, n in itertools.product(lasts, firsts):
@@ -130,21 +126,31 @@ def _one_of_each(keyed: Iterable[tuple[str, int]]) -> list[int]:
     return list(firsts.values())
 
 
-def _tail(text: str) -> str:
-    """The end of a text, about `_WINDOW` characters, from a place where no token can straddle.
+def _context(pieces: Sequence[Piece], tokenizer: TextTokenizer, i: int, j: int) -> tuple[str, str]:
+    """Text left of piece `i` and right of piece `j`: about `_WINDOW` characters of examples.
 
-    That is after a newline that something visible follows, else before a single space.
+    No special token is cut in two, for it would be text then. On the left the cut is where no token can
+    straddle it: after a newline that something visible follows, else before a single space.
     """
-    if len(text) <= _WINDOW:
-        return text
-    tail = text[-_WINDOW:]
-    for i in range(1, _WINDOW // 2):
-        if tail[i - 1] == "\n" and not tail[i].isspace():
-            return tail[i:]
-    for i in range(1, _WINDOW // 2):
-        if tail[i] == " " and not tail[i - 1].isspace() and not tail[i + 1].isspace():
-            return tail[i:]
-    return tail
+    left = "".join(piece.example for piece in pieces[:i])
+    right = "".join(piece.example for piece in pieces[j + 1 :])
+    start = _outside(left, max(0, len(left) - _WINDOW), tokenizer, after=False)
+    stop = _outside(right, min(len(right), _WINDOW), tokenizer, after=True)
+    if start:
+        seams = range(start + 1, len(left) - 1)
+        lines = (n for n in seams if left[n - 1] == "\n" and not left[n].isspace())
+        words = (n for n in seams if left[n] == " " and not (left[n - 1].isspace() or left[n + 1].isspace()))
+        start = next(itertools.chain(lines, words), start)
+    return left[start:], right[:stop]
+
+
+def _outside(text: str, cut: int, tokenizer: TextTokenizer, *, after: bool) -> int:
+    """`cut`, or the end or start of the special token that it falls into."""
+    for marker in tokenizer.special_texts:
+        at = text.find(marker, max(0, cut - len(marker) + 1), cut + len(marker) - 1)
+        if 0 <= at < cut < at + len(marker):
+            return at + len(marker) if after else at
+    return cut
 
 
 def _cut(tokenizer: TextTokenizer, ids: Sequence[int], left: str, value: str, right: str) -> _Ids | None:
@@ -155,17 +161,11 @@ def _cut(tokenizer: TextTokenizer, ids: Sequence[int], left: str, value: str, ri
     """
     start = len(left.encode())
     stop = start + len(value.encode())
-    text = (left + value + right).encode()
-    position = 0
-    cut = []
-    for token in ids:
-        piece = tokenizer.token_text(token)
-        end = position + len(piece)
-        if text[position:end] != piece:
-            return None
-        if start <= position and end <= stop:
-            cut.append(token)
-        elif position < stop and start < end:
-            return None
-        position = end
-    return tuple(cut) if position == len(text) else None
+    spelled = list(map(tokenizer.token_text, ids))
+    if b"".join(spelled) != (left + value + right).encode():
+        return None
+    ends = [0, *itertools.accumulate(map(len, spelled))]
+    # Tokens are never empty, so a border is where exactly one token ends, or is not found.
+    if start not in ends or stop not in ends:
+        return None
+    return tuple(ids[ends.index(start) : ends.index(stop)])

@@ -77,7 +77,8 @@ class TextTokenizer:
         self.vocab_size: int = len(hf)
         self._vocabulary = _read_vocabulary(hf, self.vocab_size)
         markers = {self._vocabulary.text[i].decode(): i for i in self._vocabulary.special}
-        self.frame: ChatFrame = derive_frame(hf, tuple(markers))
+        self._markers = tuple(markers)
+        self.frame: ChatFrame = derive_frame(hf, self._markers)
         self.eot_id: int = markers[self.frame.eot]
 
     def encode(self, text: str) -> list[int]:
@@ -86,7 +87,7 @@ class TextTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -97,6 +98,11 @@ class TextTokenizer:
     def token_text(self, token_id: int) -> bytes:
         """The bytes that a token stands for in a text; for a special token those of its marker."""
         return self._vocabulary.text[token_id]
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The markers of the special tokens."""
+        return self._markers
 
     @property
     def special_ids(self) -> frozenset[int]:
