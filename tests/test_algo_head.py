@@ -10,15 +10,16 @@ from ragen_jax.algo import gather_loss_positions, scatter_positions, token_logpr
 N, D, V = 37, 16, 101
 
 
-def problem(seed=0, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed), 5)
-    ban = jnp.zeros(V, bool).at[jnp.array([0, 7, 100])].set(True)
+def problem():
+    rng = np.random.default_rng(0)
+    ban = np.zeros(V, bool)
+    ban[[0, 7, 100]] = True
     return {
-        "hidden": jax.random.normal(keys[0], (N, D)).astype(dtype),
-        "head": (0.5 * jax.random.normal(keys[1], (V, D))).astype(dtype),
-        "targets": jax.random.randint(keys[2], (N,), 8, 100),
+        "hidden": rng.normal(size=(N, D)).astype(np.float32),
+        "head": rng.normal(scale=0.5, size=(V, D)).astype(np.float32),
+        "targets": rng.integers(8, 100, size=N).astype(np.int32),
         "ban": ban,
-        "weights": jax.random.normal(keys[3], (2, N)),
+        "weights": rng.normal(size=(2, N)).astype(np.float32),
     }
 
 
@@ -31,9 +32,13 @@ def whole(hidden, head, targets, *, ban, temperature):
 
 def test_values_against_a_loop():
     p = problem()
-    got = jax.jit(
-        lambda t: token_logprobs(p["hidden"], p["head"], p["targets"], ban=p["ban"], temperature=t, chunk=8)
-    )(0.7)
+
+    @jax.jit
+    def evaluate(temperature):
+        settings = {"ban": p["ban"], "temperature": temperature, "chunk": 8}
+        return token_logprobs(p["hidden"], p["head"], p["targets"], **settings)
+
+    got = evaluate(0.7)
     hidden, head, ban = (np.asarray(p[name], np.float64) for name in ("hidden", "head", "ban"))
     for i in range(N):
         kept = {j: hidden[i] @ head[j] / 0.7 for j in range(V) if not ban[j]}
@@ -43,22 +48,25 @@ def test_values_against_a_loop():
         np.testing.assert_allclose(got[1][i], -sum(np.exp(x) * x for x in log_p.values()), atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 37, 64])
-def test_gradients_against_the_whole_softmax(chunk):
+def test_gradients_against_the_whole_softmax():
     p = problem()
 
-    def loss(function, **settings):
-        def call(hidden, head, temperature):
+    def evaluate(function, **settings):
+        def loss(hidden, head, temperature):
             outputs = function(hidden, head, p["targets"], ban=p["ban"], temperature=temperature, **settings)
             return sum(jnp.sum(w * out) for w, out in zip(p["weights"], outputs, strict=True))
 
-        return jax.jit(jax.value_and_grad(call, argnums=(0, 1)))
+        both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        return jax.tree.map(np.asarray, both(p["hidden"], p["head"], np.float32(0.7)))
 
-    temperature = jnp.float32(0.7)
-    got = loss(token_logprobs, chunk=chunk)(p["hidden"], p["head"], temperature)
-    expected = loss(whole)(p["hidden"], p["head"], temperature)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, expected)
-    assert np.all(np.asarray(got[1][1])[np.asarray(p["ban"])] == 0)
+    expected_loss, (*expected, _) = evaluate(whole)
+    for chunk in (1, 8, 64):  # 37 rows: even, with padding, all at once
+        loss, (*gradients, temperature_gradient) = evaluate(token_logprobs, chunk=chunk)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+        for got, want in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+        assert np.all(gradients[1][p["ban"]] == 0)
+        assert temperature_gradient == 0  # a constant, by definition
 
 
 def test_the_head_gradient_of_bfloat16_is_summed_in_float32():
@@ -71,33 +79,26 @@ def test_the_head_gradient_of_bfloat16_is_summed_in_float32():
         )
         return logprobs.sum()
 
-    gradient = jax.grad(loss)(head)
+    gradient = jax.jit(jax.grad(loss))(head)
     assert gradient.dtype == jnp.bfloat16
     assert gradient.tolist() == [[256.0] * 4, [-256.0] * 4]
 
 
-def test_temperature_is_a_constant():
-    p = problem()
-    gradient = jax.grad(
-        lambda t: token_logprobs(p["hidden"], p["head"], p["targets"], ban=p["ban"], temperature=t, chunk=8)[
-            0
-        ].sum()
-    )(0.7)
-    assert float(gradient) == 0.0
-
-
 def test_a_banned_target_stays_finite():
     p = problem()
+
+    @jax.jit
+    def evaluate(hidden, head):
+        def call(hidden, head):
+            return token_logprobs(hidden, head, jnp.zeros(N, int), ban=p["ban"], temperature=1.0, chunk=8)
+
+        (logprobs, entropy), vjp = jax.vjp(call, hidden, head)
+        return logprobs, entropy, vjp((jnp.zeros(N), jnp.ones(N)))
+
     with jax.debug_nans(True):
-        (logprobs, entropy), vjp = jax.vjp(
-            lambda h, w: token_logprobs(h, w, jnp.zeros(N, int), ban=p["ban"], temperature=1.0, chunk=8),
-            p["hidden"],
-            p["head"],
-        )
-        gradients = vjp((jnp.zeros(N), jnp.ones(N)))
+        logprobs, *others = evaluate(p["hidden"], p["head"])
     assert np.all(np.asarray(logprobs) < -1e29)
-    for array in (entropy, *gradients):
-        assert jnp.all(jnp.isfinite(array))
+    assert all(np.all(np.isfinite(array)) for array in jax.tree.leaves(others))
 
 
 def test_memory_at_qwens_vocabulary():
@@ -127,36 +128,47 @@ def test_loss_positions_there_and_back(count):
     values = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
     indices, real = jax.jit(lambda m: gather_loss_positions(m, count=count))(mask)
     assert indices.shape == real.shape == (count,)
+    indices, real = np.asarray(indices), np.asarray(real)
     assert indices[real].tolist() == np.flatnonzero(mask).tolist()
-    assert np.all(np.asarray(indices)[~np.asarray(real)] == 0)
+    assert np.all(indices[~real] == 0)
 
-    taken = jnp.where(real, values.reshape(-1)[indices], jnp.nan)
-
-    def put(taken):
-        return scatter_positions(taken, indices, real, (3, 7))
-
-    np.testing.assert_array_equal(jax.jit(put)(taken), np.where(mask, values, 0))
+    # what is not real may be anything
+    taken = np.where(real, values.reshape(-1)[indices], np.nan)
     cotangent = np.arange(21, dtype=np.float32).reshape(3, 7) + 1
-    gradient = jax.grad(lambda x: jnp.sum(cotangent * put(x)))(taken)
+
+    @jax.jit
+    def put(taken):
+        placed, vjp = jax.vjp(lambda x: scatter_positions(x, indices, real, (3, 7)), taken)
+        return placed, *vjp(cotangent)
+
+    placed, gradient = put(taken)
+    np.testing.assert_array_equal(placed, np.where(mask, values, 0))
     np.testing.assert_array_equal(gradient, np.where(real, cotangent.reshape(-1)[indices], 0))
 
 
 def test_no_loss_positions_at_all():
-    indices, real = gather_loss_positions(jnp.zeros((2, 3), bool), count=4)
-    assert not real.any()
-    assert jnp.all(scatter_positions(jnp.ones(4), indices, real, (2, 3)) == 0)
+    @jax.jit
+    def there_and_back(mask):
+        indices, real = gather_loss_positions(mask, count=4)
+        return scatter_positions(jnp.ones(4), indices, real, mask.shape)
+
+    np.testing.assert_array_equal(there_and_back(np.zeros((2, 3), bool)), 0)
 
 
 def test_the_head_on_loss_positions_is_the_head_on_all():
     p = problem()
     mask = (np.arange(36) % 3 == 0).reshape(4, 9)
     mask[:, 0] = False  # the first column has no column before it
-    hidden, tokens = p["hidden"][:36].reshape(4, 9, D), p["targets"][:36].reshape(4, 9)
-    settings = {"ban": p["ban"], "temperature": 1.0, "chunk": 8}
-    indices, real = gather_loss_positions(jnp.asarray(mask), count=16)
-    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0))).reshape(-1, D)
-    some, _ = token_logprobs(before[indices], p["head"], tokens.reshape(-1)[indices], **settings)
-    every, _ = token_logprobs(before, p["head"], tokens.reshape(-1), **settings)
-    np.testing.assert_allclose(
-        scatter_positions(some, indices, real, (4, 9)), np.where(mask, every.reshape(4, 9), 0), atol=1e-6
-    )
+
+    @jax.jit
+    def evaluate(hidden, tokens, mask):
+        settings = {"ban": p["ban"], "temperature": 1.0, "chunk": 8}
+        indices, real = gather_loss_positions(mask, count=16)
+        before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0))).reshape(-1, D)
+        tokens = tokens.reshape(-1)
+        some, _ = token_logprobs(before[indices], p["head"], tokens[indices], **settings)
+        every, _ = token_logprobs(before, p["head"], tokens, **settings)
+        return scatter_positions(some, indices, real, mask.shape), every.reshape(mask.shape)
+
+    some, every = evaluate(p["hidden"][:36].reshape(4, 9, D), p["targets"][:36].reshape(4, 9), mask)
+    np.testing.assert_allclose(some, np.where(mask, every, 0), atol=1e-6)

@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,44 +48,52 @@ def test_policy_loss(jit, dual):
     expected_loss, expected_clipped = policy_loop(*arrays, 0.2, 0.28, dual)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(clipped, expected_clipped)
-    gradient = np.asarray(jax.grad(lambda x: call(x, *arrays[1:])[0].sum())(arrays[0]))
+    gradient = np.asarray(jax.jit(jax.grad(lambda *a: call(*a)[0].sum()))(*arrays))
     assert np.all(gradient[expected_clipped] == 0)
     assert np.all(gradient[arrays[3] & ~expected_clipped] != 0)
 
 
 def test_on_policy_gradient_is_the_advantage():
     logprobs, _, advantages, mask = batch(1)
-    gradient = jax.grad(lambda x: policy_loss(x, logprobs, advantages, mask, **CLIP)[0].sum())(logprobs)
+
+    @jax.jit
+    @jax.grad
+    def gradient_at(x):
+        return policy_loss(x, logprobs, advantages, mask, **CLIP)[0].sum()
+
+    gradient = gradient_at(logprobs)
     np.testing.assert_allclose(gradient, np.where(mask, -advantages, 0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
-def test_nothing_off_the_mask_is_seen(junk):
-    logprobs, behaviour, advantages, mask = batch(2)
-    dirty = [np.where(mask, array, junk).astype(np.float32) for array in (logprobs, behaviour, advantages)]
+def test_nothing_off_the_mask_is_seen():
+    *arrays, mask = batch(2)
 
-    def total(*arrays):
-        return policy_loss(*arrays, mask, **CLIP)[0].sum()
+    @jax.jit
+    def evaluate(*arrays):
+        def total(*arrays):
+            loss, clipped = policy_loss(*arrays, mask, **CLIP)
+            return loss.sum(), (loss, clipped)
 
-    loss, clipped = policy_loss(*dirty, mask, **CLIP)
-    assert np.all(np.asarray(loss)[~mask] == 0)
-    assert not np.any(np.asarray(clipped)[~mask])
-    clean_gradients = jax.grad(total, argnums=(0, 1, 2))(logprobs, behaviour, advantages)
-    for clean, gradient in zip(clean_gradients, jax.grad(total, argnums=(0, 1, 2))(*dirty), strict=True):
-        np.testing.assert_array_equal(clean, gradient)
-        assert np.all(np.asarray(gradient)[~mask] == 0)
+        return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
+
+    clean = jax.tree.leaves(evaluate(*arrays))
+    for junk in (np.nan, np.inf, -np.inf):
+        dirty = evaluate(*(np.where(mask, array, np.float32(junk)) for array in arrays))
+        for expected, got in zip(clean, jax.tree.leaves(dirty), strict=True):
+            np.testing.assert_array_equal(got, expected)
+            assert np.all(np.asarray(got)[~mask] == 0)
 
 
 def test_a_huge_ratio_does_not_overflow():
-    one = jnp.ones((1, 2))
-    with jax.debug_nans(True):
-        loss, gradient = jax.value_and_grad(
-            lambda x: policy_loss(
-                x, -200 * one, jnp.array([[1.0, -1.0]]), one > 0, clip_low=0.2, clip_high=0.2
-            )[0].sum()
-        )(one)
-    assert jnp.isfinite(loss)
-    assert jnp.all(jnp.isfinite(gradient))
+    one = np.ones((1, 2), np.float32)
+    advantages = np.array([[1.0, -1.0]], np.float32)
+
+    def total(x):
+        return policy_loss(x, -200 * one, advantages, one > 0, clip_low=0.2, clip_high=0.2)[0].sum()
+
+    loss, gradient = jax.jit(jax.value_and_grad(total))(one)
+    assert np.isfinite(loss)
+    assert np.all(np.isfinite(gradient))
 
 
 def test_a_dual_clip_below_one_is_refused():
@@ -117,10 +124,12 @@ def test_microbatches_and_padding_do_not_change_the_loss(aggregation):
     def total(logprobs, behaviour, advantages, mask, weights):
         return weighted_sum(policy_loss(logprobs, behaviour, advantages, mask, **CLIP)[0], weights)
 
-    weights = token_weights(arrays[3], aggregation=aggregation)
-    whole, gradient = jax.value_and_grad(total)(*arrays, weights)
+    evaluate = jax.jit(jax.value_and_grad(total))
+    weigh = jax.jit(lambda mask: token_weights(mask, aggregation=aggregation))
+    weights = np.asarray(weigh(arrays[3]))
+    whole, gradient = evaluate(*arrays, weights)
 
-    parts = [jax.value_and_grad(total)(*(a[i : i + 2] for a in (*arrays, weights))) for i in (0, 2, 4)]
+    parts = [evaluate(*(a[i : i + 2] for a in (*arrays, weights))) for i in (0, 2, 4)]
     np.testing.assert_allclose(sum(loss for loss, _ in parts), whole, rtol=1e-5)
     np.testing.assert_allclose(np.concatenate([g for _, g in parts]), gradient, rtol=1e-6)
 
@@ -128,9 +137,7 @@ def test_microbatches_and_padding_do_not_change_the_loss(aggregation):
     padded = [
         np.pad(a, ((0, 2), (3, 4)), constant_values=False if a.dtype == bool else np.nan) for a in arrays
     ]
-    loss, padded_gradient = jax.value_and_grad(total)(
-        *padded, token_weights(padded[3], aggregation=aggregation)
-    )
+    loss, padded_gradient = evaluate(*padded, weigh(padded[3]))
     np.testing.assert_allclose(loss, whole, rtol=1e-5)
     np.testing.assert_allclose(np.asarray(padded_gradient)[:-2, 3:-4], gradient, rtol=1e-6)
     assert np.all(np.asarray(padded_gradient)[~padded[3]] == 0)
@@ -138,13 +145,13 @@ def test_microbatches_and_padding_do_not_change_the_loss(aggregation):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_an_empty_mask_weighs_nothing(aggregation):
-    with jax.debug_nans(True):
-        assert jnp.all(token_weights(jnp.zeros((3, 4), bool), aggregation=aggregation) == 0)
+    weights = jax.jit(lambda mask: token_weights(mask, aggregation=aggregation))(np.zeros((3, 4), bool))
+    np.testing.assert_array_equal(weights, 0)
 
 
 def test_weight_zero_hides_what_is_not_finite():
-    values, weights = jnp.array([[2.0, jnp.nan, jnp.inf]]), jnp.array([[0.5, 0.0, 0.0]])
-    loss, gradient = jax.value_and_grad(weighted_sum)(values, weights)
+    values, weights = np.array([[2.0, np.nan, np.inf]]), np.array([[0.5, 0.0, 0.0]])
+    loss, gradient = jax.jit(jax.value_and_grad(weighted_sum))(values, weights)
     assert float(loss) == 1.0
     assert gradient.tolist() == [[0.5, 0.0, 0.0]]
 
@@ -167,7 +174,7 @@ def test_kl_estimates(jit, kind):
 def test_kl_estimates_average_to_the_kl(kind):
     rng = np.random.default_rng(6)
     p, q = rng.dirichlet(np.ones(8), size=2)
-    estimate = kl_estimate(np.log(p)[None], np.log(q)[None], kind=kind)[0]
+    estimate = np.asarray(kl_estimate(np.log(p)[None], np.log(q)[None], kind=kind))[0]
     np.testing.assert_allclose((p * estimate).sum(), (p * np.log(p / q)).sum(), rtol=1e-4)
 
 
@@ -189,6 +196,6 @@ def test_value_loss(jit):
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="median"):
-        token_weights(jnp.ones((1, 1), bool), aggregation="median")
+        token_weights(np.ones((1, 1), bool), aggregation="median")
     with pytest.raises(ValueError, match="k4"):
-        kl_estimate(jnp.ones((1, 1)), jnp.ones((1, 1)), kind="k4")
+        kl_estimate(np.ones((1, 1)), np.ones((1, 1)), kind="k4")

@@ -7,8 +7,6 @@ however unevenly the tokens fall.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import chex
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -19,7 +17,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far outside any clip range and far from 
 def token_weights(
     mask: Bool[Array, "b t"],
     *,
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"],
+    aggregation: str,
     max_tokens: int | None = None,
 ) -> Float[Array, "b t"]:
     """Weight of each token in the loss of a minibatch; zero off the mask.
@@ -97,7 +95,7 @@ def kl_estimate(
     logprobs: Float[Array, "b t"],
     reference_logprobs: Float[Array, "b t"],
     *,
-    kind: Literal["k1", "k2", "k3"],
+    kind: str,
 ) -> Float[Array, "b t"]:
     """Estimates of KL(policy || reference) from the sampled tokens alone.
 
