@@ -187,10 +187,11 @@ def save_pretrained(
         weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         _write_json(out / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
+    generation = {} if source is None else _copy_tokenizer(source, out)
+    # Named even when unknown, because transformers' Llama would otherwise end at token 2.
+    ends = {key: generation.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     # `torch_dtype` is the spelling that every version of transformers reads.
-    _write_json(out / "config.json", {**model.config.to_hf(), "torch_dtype": dtype.name})
-    if source is not None:
-        _copy_tokenizer(source, out)
+    _write_json(out / "config.json", {**model.config.to_hf(), **ends, "torch_dtype": dtype.name})
     return out
 
 
@@ -213,26 +214,26 @@ def _plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _copy_tokenizer(source: Path, out: Path) -> None:
-    """Copies tokenizer files and `generation_config.json`, or derives the latter from the end token."""
+def _copy_tokenizer(source: Path, out: Path) -> dict[str, Any]:
+    """Copies tokenizer files and `generation_config.json`, or derives the latter; returns its content."""
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).is_file() and source.resolve() != out.resolve():
             shutil.copyfile(source / name, out / name)
-    if (out / "generation_config.json").exists():
-        return
-    settings = (
-        _read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
+    if (source / "generation_config.json").is_file():
+        return _read_json(source / "generation_config.json")
+    settings, tokenizer = (
+        _read_json(source / name) if (source / name).is_file() else {}
+        for name in ("tokenizer_config.json", "tokenizer.json")
     )
-    tokenizer = _read_json(source / "tokenizer.json") if (source / "tokenizer.json").is_file() else {}
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
     generation = {}
-    for kind in ("eos_token", "pad_token"):
+    for kind in ("bos_token", "eos_token", "pad_token"):
         token = settings.get(kind)
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:
             generation[f"{kind}_id"] = ids[token]
-    if generation:
-        _write_json(out / "generation_config.json", generation)
+    _write_json(out / "generation_config.json", generation)
+    return generation
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -289,7 +290,7 @@ def _check_keys(
     found = [f"{kind} {_some(keys)}" for kind, keys in problems.items() if keys]
     if found:
         raise ModelFolderError(
-            f"The weights in {folder} do not match its config.json; use one model's files: {'; '.join(found)}."
+            f"The weights in {folder} do not match config.json; use one model's files: {'; '.join(found)}."
         )
 
 
