@@ -19,6 +19,7 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
+from ragen_jax.errors import UserError
 from ragen_jax.models.config import ModelConfig
 from ragen_jax.models.transformer import CausalLM
 
@@ -38,7 +39,7 @@ TOKENIZER_FILES = (
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-class ModelFolderError(ValueError):
+class ModelFolderError(UserError):
     """A model folder that cannot be read; the message says what to change."""
 
 
