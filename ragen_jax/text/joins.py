@@ -43,8 +43,11 @@ class Piece(NamedTuple):
 def encode_pieces(pieces: Sequence[Piece], tokenizer: TextTokenizer, *, name: str) -> list[tuple[_Ids, ...]]:
     """Ids of every value of every piece. Raises TemplateError where a value shares a token."""
     done: dict[tuple[str, tuple[str, ...], str], tuple[_Ids, ...]] = {}
-    encoded = []
+    encoded: list[tuple[_Ids, ...]] = []
     for k, piece in enumerate(pieces):
+        if piece.values == ("",):
+            encoded.append(((),))
+            continue
         left, right = _context(pieces, tokenizer, k, k)
         key = (left, piece.values, right)  # the middle rows of a board have the same surroundings
         if key not in done:
@@ -53,8 +56,9 @@ def encode_pieces(pieces: Sequence[Piece], tokenizer: TextTokenizer, *, name: st
             for value, ids in zip(piece.values, batch, strict=True):
                 cut = _cut(tokenizer, ids, left, value, right)
                 if cut is None:
+                    around = [q.name for q in (*pieces[max(0, k - 1) : k], *pieces[k + 1 : k + 2])]
                     raise TemplateError(
-                        f"{name}: {piece.name} does not tokenize apart from its neighbours: "
+                        f"{name}: {piece.name} does not tokenize apart from {' and '.join(around)}: "
                         f"{value!r} between {left[-16:]!r} and {right[:16]!r}"
                     )
                 values.append(cut)

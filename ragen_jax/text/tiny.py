@@ -63,7 +63,7 @@ SENTENCES = (
     "I pull the Phoenix arm. I pull the Dragon arm.\n",
     "(0, 1), (2, 3) -> (4, 5); rows and columns count from 0.\n",
     "You are a helpful assistant.\n",
-    "√ √\n",
+    "√ is the player on the goal; a box on a target is √ too.\n",
 )
 
 
