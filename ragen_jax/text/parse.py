@@ -125,7 +125,7 @@ def parse(tables: ParserTables, tokens: Int[Array, "b t"], lengths: Int[Array, "
         pointer, state, reply = scan.pointer, scan.state, scan.reply
         has_byte = pointer.byte < pointer.stop  # not so at a token without bytes, and at the end
         byte_class = jnp.take(tables.classes, pointer.byte, mode="clip").astype(jnp.int32)
-        move = jnp.take(tables.transition, state * tables.num_classes + byte_class)
+        move = jnp.take(tables.transition, state * tables.num_classes + byte_class, mode="clip")
         state = jnp.where(has_byte, move // tables.num_events, state)
         event = jnp.where(has_byte, move % tables.num_events, 0)
 
