@@ -58,7 +58,8 @@ class RolloutSettings:
     think: bool = True
     separator: str = "||"
     format_penalty: float = -0.1
-    repeat_format: bool = True
+    repeat_format: bool = True  # state the reply format in every turn, not in the system prompt alone
+    instructions: bool = True  # False: no rules in the system prompt, for models trained from scratch
 
 
 @dataclasses.dataclass

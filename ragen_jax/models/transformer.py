@@ -25,26 +25,27 @@ from ragen_jax.models.layers import (
     rope_angles,
 )
 
-LayerCache = tuple[Float[Array, "b k s h"], Float[Array, "b k s h"]]
+LayerCache = tuple[Float[Array, "b k h s"], Float[Array, "b k s h"]]  # keys, values
 Cache = tuple[LayerCache, ...]
 
 
 def init_cache(config: ModelConfig, batch: int, columns: int, dtype: Any) -> Cache:
     """Zeros: columns nobody wrote must be finite, because a masked weight of zero still multiplies them."""
-    shape = (batch, config.num_kv_heads, columns, config.head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    heads, size = config.num_kv_heads, config.head_dim
+    keys, values = (batch, heads, size, columns), (batch, heads, columns, size)
+    return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers))
 
 
 def _write(
-    cache: LayerCache, keys: Float[Array, "b k t h"], values: Float[Array, "b k t h"], column: Int[Array, ""]
+    cache: LayerCache, keys: Float[Array, "b k h t"], values: Float[Array, "b k t h"], column: Int[Array, ""]
 ) -> LayerCache:
     """Writes the same columns of every row. Only `init_cache`, this and `attend` know the layout."""
-    new = zip(cache, (keys, values), strict=True)
-    cached_keys, cached_values = (
-        jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), column, axis=2)
-        for old, fresh in new
+    put = jax.lax.dynamic_update_slice_in_dim
+    old_keys, old_values = cache
+    return (
+        put(old_keys, keys.astype(old_keys.dtype), column, axis=3),
+        put(old_values, values.astype(old_values.dtype), column, axis=2),
     )
-    return cached_keys, cached_values
 
 
 class Layer(nnx.Module):

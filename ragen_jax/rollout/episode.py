@@ -29,6 +29,7 @@ class EpisodeSettings:
     separator: str = "||"
     format_penalty: float = -0.1
     repeat_format: bool = True  # state the reply format in every turn, not in the system prompt alone
+    instructions: bool = True  # False: no rules in the system prompt, for models trained from scratch
 
     @property
     def reply_prefix(self) -> str:
@@ -48,8 +49,8 @@ class EpisodeTables(NamedTuple):
 
 
 def system_prompt(env: TextEnv, settings: EpisodeSettings) -> str:
-    """The message that opens every episode: the world's rules, then how to reply."""
-    return f"{env.rules}\n{_format_line(env, settings)}"
+    """The message that opens every episode: the world's rules, then how to reply; or the world's name."""
+    return f"{env.rules}\n{_format_line(env, settings)}" if settings.instructions else env.name
 
 
 def _format_line(env: TextEnv, settings: EpisodeSettings) -> str:

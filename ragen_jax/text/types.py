@@ -7,14 +7,16 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt8
 
+from ragen_jax.errors import UserError
+
 __all__ = ["TemplateError", "TokenBytes", "TokenizerError"]
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError):
     """A tokenizer that cannot be loaded or used; the message says why in one sentence."""
 
 
-class TemplateError(ValueError):
+class TemplateError(UserError):
     """A template whose parts do not join for a tokenizer; the message names the slot and the strings."""
 
 

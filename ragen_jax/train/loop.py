@@ -20,7 +20,7 @@ from ragen_jax.train.evaluate import evaluate
 from ragen_jax.train.program import Program, as_temperature, level_keys, policy_model, run_folder
 from ragen_jax.train.sft import compile_replies, make_sft
 from ragen_jax.train.state import begin_reinforcement, init_state
-from ragen_jax.train.update import make_update
+from ragen_jax.train.update import bucket, make_update
 from ragen_jax.types import Trajectory
 
 
@@ -184,12 +184,6 @@ def train(program: Program, progress: Progress, *, supervised_only: bool = False
         run.reinforce()
     run.checkpoints.wait()
     return run
-
-
-def bucket(longest: int, columns: int, buckets: int = 4) -> int:
-    """The width to pack episodes of up to `longest` tokens to: one of a few, so that programs stay few."""
-    widths = [-(-columns * (i + 1) // buckets) for i in range(buckets)]
-    return next(width for width in widths if width >= longest)
 
 
 @jax.jit

@@ -125,6 +125,7 @@ def episode_settings(config: Config) -> EpisodeSettings:
         separator=r.separator,
         format_penalty=r.format_penalty,
         repeat_format=r.repeat_format,
+        instructions=r.instructions,
     )
 
 

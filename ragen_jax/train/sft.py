@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
@@ -19,7 +20,7 @@ from ragen_jax.rollout.episode import EpisodeSettings, EpisodeTables, turn_slots
 from ragen_jax.text.render import RenderTables, compile_template, render
 from ragen_jax.text.tokenizer import TextTokenizer
 from ragen_jax.train.state import TrainState, actor_optimizer
-from ragen_jax.train.update import Forward, _microbatches, accumulate, apply
+from ragen_jax.train.update import Forward, accumulate, apply, bucket, microbatches
 
 
 def reply_template(env: TextEnv, settings: EpisodeSettings) -> Template:
@@ -47,6 +48,15 @@ def compile_replies(env: TextEnv, settings: EpisodeSettings, tokenizer: TextToke
     return tables
 
 
+class Demonstrations(NamedTuple):
+    """Expert episodes, packed: tokens of a row are contiguous from column 0."""
+
+    tokens: Int[Array, "b s"]
+    valid: Bool[Array, "b s"]
+    loss_mask: Bool[Array, "b s"]  # the expert's tokens
+    success: Bool[Array, "b"]
+
+
 def demonstrate(
     env: TextEnv,
     settings: EpisodeSettings,
@@ -54,11 +64,8 @@ def demonstrate(
     replies: RenderTables,
     level_keys: chex.PRNGKey,
     key: chex.PRNGKey,
-) -> tuple[Int[Array, "b s"], Bool[Array, "b s"], Bool[Array, "b s"], Bool[Array, "b"]]:
-    """Write one expert episode a level, in the very form that the engine gives to sampled ones.
-
-    Returns packed tokens, validity, the mask of the expert's tokens, and success.
-    """
+) -> Demonstrations:
+    """Write one expert episode a level, in the very form that the engine gives to sampled ones."""
     batch = level_keys.shape[0]
     member_key, expert_key = jax.random.split(key)
     _, states = reset_groups(env, level_keys, jax.random.split(member_key, batch), 1)
@@ -104,7 +111,7 @@ def demonstrate(
     valid = jnp.concatenate([jnp.ones(prompt.shape, bool), valid], axis=1)
     mask = jnp.concatenate([jnp.zeros(prompt.shape, bool), mask], axis=1)
     valid, tokens, mask = algo.pack_columns(valid, tokens, mask)
-    return tokens, valid, mask, worlds.done & jax.vmap(env.success)(worlds.states)
+    return Demonstrations(tokens, valid, mask, worlds.done & jax.vmap(env.success)(worlds.states))
 
 
 def _last(ids: Int[Array, "b w"], length: Int[Array, "b"], alive: Bool[Array, "b"]) -> Bool[Array, "b w"]:
@@ -121,6 +128,7 @@ def make_sft(
     policy: nnx.GraphDef,
 ) -> Callable[[TrainState], tuple[TrainState, dict[str, Float[Array, ""]]]]:
     """The jitted supervised step: fresh levels, the expert's episodes, one Adam step on its tokens."""
+    # Two programs, so that the second is no wider than the longest episode of the batch needs.
     # Supervised learning is of the distribution itself, whatever temperature it is sampled at later.
     forward = Forward(config, policy, None, tables.ban, 1.0)
     optimizer = actor_optimizer(config, config.sft.lr)
@@ -131,19 +139,26 @@ def make_sft(
         value = -algo.weighted_sum(logprobs, weights)
         return value, {"sft/loss": value}
 
-    def step(state: TrainState) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-        key = jax.random.fold_in(jax.random.fold_in(state.key, 2), state.sft_step)
-        level_key, key = jax.random.split(key)
+    @jax.jit
+    def write(key: chex.PRNGKey, sft_step: Int[Array, ""]) -> tuple[Demonstrations, Int[Array, ""]]:
+        level_key, key = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 2), sft_step))
         levels = jax.random.split(level_key, config.sft.batch)
-        tokens, valid, mask, success = demonstrate(env, settings, tables, replies, levels, key)
+        shown = demonstrate(env, settings, tables, replies, levels, key)
+        return shown, jnp.max(jnp.sum(shown.valid, axis=1))
+
+    @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+    def learn(
+        state: TrainState, shown: Demonstrations, width: int
+    ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+        tokens, valid, mask = shown.tokens[:, :width], shown.valid[:, :width], shown.loss_mask[:, :width]
         weights = algo.token_weights(mask, aggregation="token_mean")
         size = min(config.train.microbatch, config.sft.batch)
-        micro = _microbatches((tokens, valid, mask, weights), size)
+        micro = microbatches((tokens, valid, mask, weights), size)
         gradient, metrics = accumulate(loss, state.policy, micro)
         params, opt, norm, finite = apply(optimizer, gradient, state.actor_opt, state.policy)
         metrics |= {
             "sft/grad_norm": norm,
-            "sft/expert_success": jnp.mean(success),
+            "sft/expert_success": jnp.mean(shown.success),
             "sft/tokens": jnp.sum(mask).astype(jnp.float32),
         }
         bad = jnp.where(finite, 0, state.bad_steps + 1)
@@ -151,4 +166,8 @@ def make_sft(
             policy=params, actor_opt=opt, sft_step=state.sft_step + 1, bad_steps=bad
         ), metrics
 
-    return jax.jit(functools.partial(step), donate_argnums=0)
+    def step(state: TrainState) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+        shown, longest = write(state.key, state.sft_step)
+        return learn(state, shown, bucket(int(longest), shown.tokens.shape[1]))
+
+    return step

@@ -50,6 +50,12 @@ def pack(trajectory: Trajectory, width: int) -> Batch:
     )
 
 
+def bucket(longest: int, columns: int, buckets: int = 4) -> int:
+    """The width to pack episodes of up to `longest` tokens to: one of a few, so that programs stay few."""
+    widths = [-(-columns * (i + 1) // buckets) for i in range(buckets)]
+    return next(width for width in widths if width >= longest)
+
+
 def take_rows(tree: Any, rows: Int[Array, "n"]) -> Any:
     """Rows of every array of a pytree."""
     return jax.tree.map(lambda x: x[rows], tree)
@@ -116,13 +122,13 @@ def _positions(tokens: Int[Array, "b s"]) -> Int[Array, "b s"]:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
 
 
-def _microbatches(tree: Any, size: int) -> Any:
+def microbatches(tree: Any, size: int) -> Any:
     return jax.tree.map(lambda x: x.reshape((x.shape[0] // size, size, *x.shape[1:])), tree)
 
 
 def _mapped(function: Callable, batch: Batch, size: int) -> Float[Array, "b s"]:
     """Apply `function` to microbatches of rows, one after the other."""
-    out = jax.lax.map(function, _microbatches(batch, size))
+    out = jax.lax.map(function, microbatches(batch, size))
     return out.reshape((-1, *out.shape[2:]))
 
 
@@ -251,7 +257,7 @@ def _one_step(
         loss = algo.weighted_sum(loss, weights)
         return loss, {"critic/loss": loss, "critic/value": algo.weighted_sum(values, weights)}
 
-    micro = _microbatches((batch, targets, weights), min(config.train.microbatch, batch.tokens.shape[0]))
+    micro = microbatches((batch, targets, weights), min(config.train.microbatch, batch.tokens.shape[0]))
     gradient, metrics = accumulate(actor_loss, state.policy, micro)
     policy, actor_opt, norm, finite = apply(actor_optimizer(config), gradient, state.actor_opt, state.policy)
     metrics["policy/grad_norm"] = norm
