@@ -189,16 +189,14 @@ def export(
 ) -> None:
     """Write a run's newest policy as a Hugging Face folder, which transformers loads."""
     from ragen_jax.config import ConfigError
-    from ragen_jax.models.hf import save_pretrained
-    from ragen_jax.train.program import policy_model
+    from ragen_jax.train.loop import export_policy
 
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype is {dtype!r}; choose float32 or bfloat16.")
     if (out / "config.json").exists():
         raise ConfigError(f"{out} already holds a model; choose another --out.")
     program, params = _restore(run, None)
-    save_pretrained(policy_model(program, params), out, dtype=dtype)
-    program.tokenizer.save(out)
+    export_policy(program, params, out, dtype=dtype)
     console.print(f"wrote {out}", highlight=False)
 
 

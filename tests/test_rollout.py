@@ -134,9 +134,7 @@ def test_a_rollout_compiles_once_and_stays_on_the_device():
     @functools.partial(jax.jit, static_argnames="group_size")
     def play(params, tables, keys, key, temperature, *, group_size):
         model = nnx.merge(graph, params)
-        return traced(
-            model, made.env, made.settings, tables, keys, key, temperature, group_size=group_size
-        )
+        return traced(model, made.env, made.settings, tables, keys, key, temperature, group_size=group_size)
 
     arguments = [
         (level_keys(seed, 4), jax.random.key(seed), as_temperature(temperature))
@@ -186,7 +184,11 @@ def test_greedy_is_deterministic_across_keys():
     made = program("bandit")
     runs = [
         made.engine(
-            warm_state("bandit").policy, level_keys(5, 4), jax.random.key(k), as_temperature(0.0), group_size=4
+            warm_state("bandit").policy,
+            level_keys(5, 4),
+            jax.random.key(k),
+            as_temperature(0.0),
+            group_size=4,
         )
         for k in (1, 2)
     ]

@@ -42,6 +42,7 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     max_position: int = 32_768
+    init_stddev: float = 0.02  # of random weights; no part of a loaded model
 
     def __post_init__(self) -> None:
         if self.family not in _ARCHITECTURES:

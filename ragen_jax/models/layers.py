@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ragen_jax.models.config import ModelConfig
 
-INIT_STDDEV = 0.02
 _MASKED = -1e30  # finite, so that a row without a key has no NaN
 
 
@@ -31,8 +30,8 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         dtype: Any,
         param_dtype: Any,
+        stddev: float,
         bias: bool = False,
-        stddev: float = INIT_STDDEV,
     ):
         self.dtype = jnp.dtype(dtype)
         init = nnx.initializers.normal(stddev)
@@ -40,10 +39,13 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((features_out,), param_dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        # One plain matrix product: its gradient, a sum over all rows, is then one too (on a CPU a sum over
+        # two axes is a third slower).
+        rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+        y = rows @ self.kernel[...].astype(self.dtype)
         if self.bias is not None:
-            y = y + jnp.expand_dims(self.bias[...].astype(self.dtype), tuple(range(y.ndim - 1)))
-        return y
+            y = y + self.bias[...].astype(self.dtype)[None, :]
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nnx.Module):
@@ -132,10 +134,10 @@ class Attention(nnx.Module):
         self.config = config
         kinds = {"dtype": dtype, "param_dtype": param_dtype}
         d, q = config.hidden_size, config.num_heads * config.head_dim
-        kv = config.num_kv_heads * config.head_dim
-        self.query = Linear(d, q, rngs=rngs, bias=config.qkv_bias, **kinds)
-        self.key = Linear(d, kv, rngs=rngs, bias=config.qkv_bias, **kinds)
-        self.value = Linear(d, kv, rngs=rngs, bias=config.qkv_bias, **kinds)
+        kv, stddev = config.num_kv_heads * config.head_dim, config.init_stddev
+        self.query = Linear(d, q, rngs=rngs, stddev=stddev, bias=config.qkv_bias, **kinds)
+        self.key = Linear(d, kv, rngs=rngs, stddev=stddev, bias=config.qkv_bias, **kinds)
+        self.value = Linear(d, kv, rngs=rngs, stddev=stddev, bias=config.qkv_bias, **kinds)
         self.out = Linear(q, d, rngs=rngs, stddev=residual_stddev(config), **kinds)
         # Assigned once: NNX fixes whether an attribute holds parameters when it is first set.
         self.query_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **kinds) if config.qk_norm else None
@@ -162,8 +164,8 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
         kinds = {"dtype": dtype, "param_dtype": param_dtype}
         d, inner = config.hidden_size, config.intermediate_size
-        self.gate = Linear(d, inner, rngs=rngs, **kinds)
-        self.up = Linear(d, inner, rngs=rngs, **kinds)
+        self.gate = Linear(d, inner, rngs=rngs, stddev=config.init_stddev, **kinds)
+        self.up = Linear(d, inner, rngs=rngs, stddev=config.init_stddev, **kinds)
         self.down = Linear(inner, d, rngs=rngs, stddev=residual_stddev(config), **kinds)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
@@ -172,4 +174,4 @@ class MLP(nnx.Module):
 
 def residual_stddev(config: ModelConfig) -> float:
     """Smaller start for maps that add to the residual stream, whose variance grows with depth (GPT-2)."""
-    return INIT_STDDEV / math.sqrt(2 * config.num_layers)
+    return config.init_stddev / math.sqrt(2 * config.num_layers)

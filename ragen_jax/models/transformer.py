@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ragen_jax.models.config import ModelConfig
 from ragen_jax.models.layers import (
-    INIT_STDDEV,
     MLP,
     Attention,
     Linear,
@@ -79,7 +78,7 @@ class Backbone(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.param_dtype = jnp.dtype(param_dtype)
         kinds = {"dtype": dtype, "param_dtype": param_dtype}
-        init = nnx.initializers.normal(INIT_STDDEV)
+        init = nnx.initializers.normal(config.init_stddev)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
         self.layers = nnx.List([Layer(config, rngs=rngs, **kinds) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, **kinds)
@@ -158,7 +157,7 @@ class CausalLM(nnx.Module):
     ):
         self.config = config
         self.backbone = Backbone(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
-        shape, init = (config.vocab_size, config.hidden_size), nnx.initializers.normal(INIT_STDDEV)
+        shape, init = (config.vocab_size, config.hidden_size), nnx.initializers.normal(config.init_stddev)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), shape, param_dtype))
 
     def __call__(

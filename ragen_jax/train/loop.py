@@ -9,13 +9,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from ragen_jax.checkpoint import Checkpoints
 from ragen_jax.config import Config, ConfigError, load_config, save_config, to_dict
-from ragen_jax.episodes import decode_episodes, write_episodes
 from ragen_jax.errors import UserError
 from ragen_jax.loggers import MetricsFile
 from ragen_jax.models.hf import save_pretrained
+from ragen_jax.train.episodes import decode_episodes, write_episodes
 from ragen_jax.train.evaluate import evaluate
 from ragen_jax.train.program import Program, as_temperature, level_keys, policy_model, run_folder
 from ragen_jax.train.sft import compile_replies, make_sft
@@ -83,8 +84,7 @@ class Run:
 
     def export(self, out: pathlib.Path) -> None:
         """Write the policy as a Hugging Face folder, tokenizer included."""
-        save_pretrained(policy_model(self.program, self.state.policy), out)
-        self.program.tokenizer.save(out)
+        export_policy(self.program, self.state.policy, out)
 
     def close(self) -> None:
         """Finish writing."""
@@ -174,6 +174,15 @@ class Run:
                 f"stopped at step {self.step}; the last checkpoint in {self.folder} is from before. Lower "
                 "the learning rate or train.grad_clip."
             )
+
+
+def export_policy(
+    program: Program, params: nnx.State, out: pathlib.Path, *, dtype: str = "float32"
+) -> None:
+    """Write a policy as a Hugging Face folder, tokenizer included."""
+    program.tokenizer.save(out)
+    # The folder as its own source: which token ends a turn is read from the tokenizer's files.
+    save_pretrained(policy_model(program, params), out, tokenizer_dir=out, dtype=dtype)
 
 
 def train(program: Program, progress: Progress, *, supervised_only: bool = False) -> Run:

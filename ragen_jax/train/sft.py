@@ -39,7 +39,9 @@ def reply_template(env: TextEnv, settings: EpisodeSettings) -> Template:
 
 def compile_replies(env: TextEnv, settings: EpisodeSettings, tokenizer: TextTokenizer) -> RenderTables:
     """Compile the expert's replies. Raises ConfigError where one is longer than a reply may be."""
-    tables = compile_template(reply_template(env, settings), tokenizer, before=settings.reply_prefix)
+    # Without the forced start as context: where <think> is ordinary text, a tokenizer may merge its last
+    # character with the first of a thought, which a policy that is given `<think>` could never write.
+    tables = compile_template(reply_template(env, settings), tokenizer, name="the expert's reply")
     if tables.max_length > settings.max_new_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens is {settings.max_new_tokens}, but the expert's replies take up to "

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ragen_jax import algo
 from ragen_jax.config import Config, kept_groups, update_shape
+from ragen_jax.models.transformer import CausalLM, Critic
 from ragen_jax.train.state import TrainState, actor_optimizer, critic_optimizer
 from ragen_jax.types import Batch, Trajectory
 
@@ -88,7 +89,7 @@ class Forward:
         """
         config = self._config
         model = nnx.merge(self._policy, params)
-        hidden = model(tokens, _positions(tokens), valid, remat=config.model.remat)[:, :-1]
+        hidden = model(tokens, _positions(tokens), valid, **self._how(model))[:, :-1]
         batch, length, width = hidden.shape
         sampled = config.rollout.max_turns * config.rollout.max_new_tokens
         count = batch * min(length, sampled)
@@ -114,8 +115,12 @@ class Forward:
         """Value of the state in which each token was chosen: after everything before it."""
         assert self._critic is not None
         critic = nnx.merge(self._critic, params)
-        values = critic(tokens, _positions(tokens), valid, remat=self._config.model.remat)
+        values = critic(tokens, _positions(tokens), valid, **self._how(critic))
         return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
+
+    def _how(self, model: CausalLM | Critic) -> dict[str, bool]:
+        # A few layers compile quickly anyhow, and run a sixth faster unrolled (on a CPU).
+        return {"remat": self._config.model.remat, "scan_layers": model.config.num_layers > 4}
 
 
 def _positions(tokens: Int[Array, "b s"]) -> Int[Array, "b s"]:
@@ -304,7 +309,7 @@ def apply(
     Returns the parameters, the optimizer's state, the gradient's norm before clipping, and whether the
     step was taken.
     """
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
     updates, stepped = optimizer.update(gradient, opt_state, params)
     pair = (optax.apply_updates(params, updates), stepped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -94,11 +94,3 @@ def write_episodes(path: pathlib.Path, episodes: Iterable[dict[str, Any]]) -> No
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in episodes))
     temporary.replace(path)
-
-
-def read_episodes(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """All episodes of a run's `rollouts/`, oldest step first."""
-    for path in sorted(folder.glob("*.jsonl")):
-        with path.open() as lines:
-            for line in lines:
-                yield json.loads(line)
