@@ -106,6 +106,7 @@ class SftSettings:
     steps: int = 0  # `train` warms up this long first when above 0
     batch: int = 64  # demonstrated episodes a step
     lr: float = 1e-3
+    eval_every: int = 100  # supervised steps between evaluations; the last step always has one
 
 
 @dataclasses.dataclass
@@ -209,7 +210,7 @@ def validate(config: Config) -> None:
         if value not in choices:
             raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(repr(c) for c in choices)}.")
     rollout, train, algo = config.rollout, config.train, config.algo
-    positive = {
+    at_least_one = {
         "rollout.groups": rollout.groups,
         "rollout.group_size": rollout.group_size,
         "rollout.max_turns": rollout.max_turns,
@@ -224,9 +225,10 @@ def validate(config: Config) -> None:
         "train.rollouts_every": train.rollouts_every,
         "train.keep_checkpoints": train.keep_checkpoints,
         "sft.batch": config.sft.batch,
+        "sft.eval_every": config.sft.eval_every,
         "eval.levels": config.eval.levels,
     }
-    for key, value in positive.items():
+    for key, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"{key} is {value}; it must be at least 1.")
     if not 0 < algo.keep_groups <= 1:

@@ -112,6 +112,7 @@ class Run:
             last = int(self.state.sft_step) == total
             if last:
                 self.state = begin_reinforcement(config, self.state, program.policy)
+            if last or self.step % config.sft.eval_every == 0:
                 metrics |= self.evaluate()
             self.metrics.write(self.step, {"phase": "sft", **metrics})
             if last or self.step % config.train.save_every == 0:
@@ -219,6 +220,7 @@ _MAY_CHANGE = {
     ("train", "rollouts_every"),
     ("train", "rollouts_kept"),
     ("train", "max_bad_steps"),
+    ("sft", "eval_every"),
 }
 
 
