@@ -141,7 +141,7 @@ def machine_peaks() -> dict[str, float]:
 
 
 def roofline(program: Program, trajectory, peaks: dict[str, float]) -> float:
-    """Seconds that the batch's arithmetic, or its reads of weights and cache, take at the peaks: the larger."""
+    """The larger of the seconds that the arithmetic and the reads of weights and cache take at the peaks."""
     shape = program.model.config
     valid, sampled = np.asarray(trajectory.valid), np.asarray(trajectory.loss_mask)
     embedding = shape.vocab_size * shape.hidden_size

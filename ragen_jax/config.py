@@ -257,10 +257,15 @@ def validate(config: Config) -> None:
 def _preset(folder: pathlib.Path, name: str | None) -> dict[str, Any]:
     if not name:
         return {}
-    known = {p.stem: p for p in sorted((folder / "algo").glob("*.yaml"))}
+    # A config's own presets first, then those of the folder one works in, then the project's.
+    folders = [
+        folder / "algo",
+        pathlib.Path("configs/algo"),
+        pathlib.Path(__file__).parents[1] / "configs/algo",
+    ]
+    known = {p.stem: p for place in reversed(folders) for p in sorted(place.glob("*.yaml"))}
     if name not in known:
-        have = ", ".join(known) or f"none in {folder / 'algo'}"
-        raise ConfigError(f"algo={name} is not a preset; known: {have}.")
+        raise ConfigError(f"algo={name} is not a preset; known: {', '.join(sorted(known)) or 'none'}.")
     return {"algo": {**OmegaConf.load(known[name]), "name": name}}
 
 

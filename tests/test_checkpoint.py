@@ -7,6 +7,9 @@ import pytest
 
 from ragen_jax.checkpoint import CheckpointError, Checkpoints
 
+# Orbax leaves coroutines behind where a read fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def state(value):
     return {

@@ -163,14 +163,14 @@ def test_bad_input_is_one_sentence_and_exit_code_2(trained, ragen, tmp_path):
     (empty / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     cases = {
         "There is no config file": ["nowhere.yaml"],
-        "no such folder": [config, out, "model.path=./nowhere"],
+        "There is no model folder ./nowhere": [config, out, "model.path=./nowhere"],
         "empty": [config, out, f"model.path={empty}"],
         "did you mean train.actor_lr?": [config, out, "train.actor_rl=1"],
         "train.iterations": [config, out, "train.iterations=soon"],
         "set rollout.group_size to 2": [config, out, "rollout.group_size=1"],
         "rollout.context is 20, which cannot hold one turn": [config, out, "rollout.context=20"],
         "rollout.max_new_tokens is 3": [config, out, "rollout.max_new_tokens=3"],
-        "env.name": [config, out, "env.name=chess"],
+        "unknown environment 'chess'": [config, out, "env.name=chess"],
         "env: ": [config, out, "env.options.colour=red"],
         "holds a run with other settings (algo": [config, f"run_dir={run}", "algo=starpo"],
     }

@@ -177,9 +177,7 @@ class Run:
             )
 
 
-def export_policy(
-    program: Program, params: nnx.State, out: pathlib.Path, *, dtype: str = "float32"
-) -> None:
+def export_policy(program: Program, params: nnx.State, out: pathlib.Path, *, dtype: str = "float32") -> None:
     """Write a policy as a Hugging Face folder, tokenizer included."""
     program.tokenizer.save(out)
     # The folder as its own source: which token ends a turn is read from the tokenizer's files.
