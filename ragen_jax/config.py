@@ -55,6 +55,7 @@ class RolloutSettings:
     max_new_tokens: int = 400
     context: int = 3600
     temperature: float = 1.0
+    block: int = 0  # rows played at a time, so that finished episodes cost nothing; 0: all at once
     think: bool = True
     separator: str = "||"
     format_penalty: float = -0.1
@@ -239,6 +240,8 @@ def validate(config: Config) -> None:
             f"rollout.group_size is 1, but {use} compares members of a group; set rollout.group_size to 2 "
             "or more, or algo.keep_groups=1 algo.estimator=gae."
         )
+    if rollout.block < 0:
+        raise ConfigError(f"rollout.block is {rollout.block}; it must be 0 (all rows at once) or more.")
     if rollout.temperature <= 0:
         raise ConfigError("rollout.temperature must be above 0 in training; evaluation may use 0.")
     episodes = kept_groups(config) * rollout.group_size

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.rollout.engine import rollout
+from ragen_jax.rollout.engine import Engine, rollout
 from ragen_jax.rollout.episode import turn_template
 from ragen_jax.text.parse import parse_text
 from ragen_jax.train.program import as_temperature, level_keys
@@ -194,3 +194,31 @@ def test_greedy_is_deterministic_across_keys():
     ]
     assert (runs[0].tokens == runs[1].tokens).all()
     assert (runs[0].loss_mask == runs[1].loss_mask).all()
+
+
+def test_episodes_do_not_depend_on_the_block_they_are_played_in():
+    """Blocks skip finished episodes; what every episode is stays the same."""
+    made, whole = program(), jax.device_get(played("frozen_lake")._replace(states=None))
+    engine = Engine(
+        made.env,
+        made.settings,
+        made.tables,
+        made.policy,
+        dtype=jnp.float32,
+        max_context=made.config.rollout.context,
+        block=4,
+    )
+    rollout_config = made.config.rollout
+    parts = engine(
+        warm_state().policy,
+        level_keys(0, rollout_config.groups),
+        jax.random.key(0),
+        as_temperature(1.0),
+        group_size=rollout_config.group_size,
+    )
+    assert 0 < whole.turn_played[:, -1].sum() < len(whole.turn_played)  # some finish early, some do not
+    for name, values in whole._asdict().items():
+        if name == "behaviour_logprobs":
+            np.testing.assert_allclose(getattr(parts, name), values, atol=1e-5)
+        elif values is not None:
+            np.testing.assert_array_equal(getattr(parts, name), values, err_msg=name)

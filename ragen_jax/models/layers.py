@@ -82,10 +82,16 @@ def rope_frequencies(config: ModelConfig) -> Float[Array, "h2"]:
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
-def rope_angles(config: ModelConfig, positions: Int[Array, "b t"]) -> tuple[Float[Array, "b t h2"], ...]:
-    """Cosine and sine, float32, of every position's angles."""
-    angles = positions.astype(jnp.float32)[:, :, None] * rope_frequencies(config)[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+def rope_angles(
+    config: ModelConfig, positions: Int[Array, "b t"], length: int
+) -> tuple[Float[Array, "b t h2"], ...]:
+    """Cosine and sine, float32, of the angles of positions below `length`.
+
+    Looked up in a table that depends on nothing: computed where they are used, XLA would fuse them into every
+    layer and head and compute them again there (on a CPU a tenth of a prefill).
+    """
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * rope_frequencies(config)[None, :]
+    return jnp.cos(angles)[positions], jnp.sin(angles)[positions]
 
 
 def apply_rope(

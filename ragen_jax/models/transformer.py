@@ -98,8 +98,8 @@ class Backbone(nnx.Module):
         """Causal pass over packed rows; final-normed hidden states. See `CausalLM.__call__`."""
         chex.assert_rank([tokens, positions, valid], 2)
         chex.assert_equal_shape([tokens, positions, valid])
-        rope = rope_angles(self.config, positions)
         t = tokens.shape[1]
+        rope = rope_angles(self.config, positions, t)
         mask = jnp.tril(jnp.ones((t, t), bool))[None] & valid[:, None, :]
 
         graph, _ = nnx.split(self.layers[0])
@@ -132,7 +132,7 @@ class Backbone(nnx.Module):
         chex.assert_rank([tokens, positions, valid], 2)
         chex.assert_equal_shape([tokens, positions])
         t, s = tokens.shape[1], valid.shape[1]
-        rope = rope_angles(self.config, positions)
+        rope = rope_angles(self.config, positions, s)
         causal = jnp.arange(s)[None, :] <= column + jnp.arange(t)[:, None]
         mask = causal[None] & valid[:, None, :]
 

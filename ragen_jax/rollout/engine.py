@@ -1,8 +1,8 @@
 """The multi-turn engine: decode, parse, step, render, append, next turn, in one compiled program.
 
-All rows of the batch share the columns of one KV cache that lives through the episode. A turn's message
-is padded on the left inside its block, so that its last column is real in every row; a mask and per-row
-positions keep the padding invisible. The `[b, s]` buffers indexed by column are the trajectory itself.
+The columns of one KV cache are laid out by turn: the system prompt, then every turn's message and reply.
+A message is padded on the left, so that its last column is real in every row, a reply on the right; a mask
+and per-row positions keep the padding invisible. The `[b, s]` buffers indexed by column are the trajectory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ragen_jax.types import Trajectory
 
 
 class Decoding(NamedTuple):
-    """A batch of conversations in progress, indexed by shared cache column."""
+    """A batch of conversations in progress, indexed by cache column. Every field has its rows first."""
 
     cache: Cache
     hidden: Float[Array, "b d"]  # of the last token appended: what the next token is drawn from
@@ -36,9 +36,7 @@ class Decoding(NamedTuple):
     loss_mask: Bool[Array, "b s"]
     logprobs: Float[Array, "b s"]
     turn_ids: Int[Array, "b s"]
-    column: Int[Array, ""]  # next free column
     lengths: Int[Array, "b"]  # tokens so far: the next position
-    draws: Int[Array, ""]  # sampling steps so far: no uniform is used twice
 
 
 class Reply(NamedTuple):
@@ -57,8 +55,10 @@ class Played(NamedTuple):
     spent: Int[Array, "b"]  # actions executed
 
 
-class _Loop(NamedTuple):
-    turn: Int[Array, ""]
+class Episodes(NamedTuple):
+    """A batch of episodes in progress. Every leaf has its rows first."""
+
+    keys: chex.PRNGKey  # [b], of sampling
     decoding: Decoding
     worlds: Played
     alive: Bool[Array, "b"]
@@ -69,7 +69,7 @@ class _Loop(NamedTuple):
     format_valid: Bool[Array, "b t"]
     actions: Int[Array, "b t a"]
     success: Bool[Array, "b"]
-    states: Any  # leaves [t + 1, b, ...]
+    states: Any  # leaves [b, t + 1, ...]
 
 
 def _write(buffer: Array, block: Array, column: Int[Array, ""]) -> Array:
@@ -77,26 +77,31 @@ def _write(buffer: Array, block: Array, column: Int[Array, ""]) -> Array:
 
 
 def append(
-    model: CausalLM, state: Decoding, ids: Int[Array, "b w"], lengths: Int[Array, "b"], turn: Int[Array, ""]
+    model: CausalLM,
+    state: Decoding,
+    ids: Int[Array, "b w"],
+    lengths: Int[Array, "b"],
+    *,
+    column: Int[Array, ""],
+    turn: Int[Array, ""],
 ) -> Decoding:
-    """Append each row's message, the last `lengths` of its `ids`, to its conversation.
+    """Append each row's message, the last `lengths` of its `ids`, in the w columns from `column` on.
 
-    Rows of length 0 stay as they are; the shared column moves by w.
+    Rows of length 0 stay as they are.
     """
     chex.assert_rank([ids, lengths], [2, 1])
     width = ids.shape[1]
     rank = jnp.arange(width)[None, :] - (width - lengths[:, None])
     real = rank >= 0
-    valid = _write(state.valid, real, state.column)
+    valid = _write(state.valid, real, column)
     positions = state.lengths[:, None] + jnp.maximum(rank, 0)
-    hidden, cache = model.extend(ids, positions, state.cache, state.column, valid)
+    hidden, cache = model.extend(ids, positions, state.cache, column, valid)
     return state._replace(
         cache=cache,
         hidden=hidden[:, -1],
-        tokens=_write(state.tokens, jnp.where(real, ids, 0), state.column),
+        tokens=_write(state.tokens, jnp.where(real, ids, 0), column),
         valid=valid,
-        turn_ids=_write(state.turn_ids, jnp.where(real, turn, -1), state.column),
-        column=state.column + width,
+        turn_ids=_write(state.turn_ids, jnp.where(real, turn, -1), column),
         lengths=state.lengths + lengths,
     )
 
@@ -109,17 +114,17 @@ def generate_turn(
     active: Bool[Array, "b"],
     keys: chex.PRNGKey,
     *,
+    column: Int[Array, ""],
     turn: Int[Array, ""],
     temperature: Float[Array, ""],
     max_new_tokens: int,
 ) -> tuple[Decoding, Reply]:
-    """Sample one reply for every active row; the others wait.
+    """Sample one reply for every active row, from `column` on; the others wait.
 
     A row stops at its end-of-turn token, once `</answer>` is complete however it was spelt in tokens,
     or after `max_new_tokens`. The loop ends when every row has stopped.
     """
-    start, batch = state.column, active.shape[0]
-    # Per-row streams of uniforms: a row's reply does not depend on who else is in the batch.
+    start, batch = column, active.shape[0]
     accepted = tables.stop.shape[0] - 1
 
     def unfinished(carry):
@@ -129,9 +134,10 @@ def generate_turn(
     def decode(carry):
         step, state, going, matched, ended = carry
         logits = restrict(state.hidden @ head, ban=tables.ban, temperature=temperature)
-        uniforms = row_uniforms(keys, state.draws)
-        token, logprob = sample(logits, uniforms, greedy=temperature <= 0)
         column = start + step
+        # The uniform of a row and column: a reply does not depend on who else is in the batch.
+        uniforms = row_uniforms(keys, column)
+        token, logprob = sample(logits, uniforms, greedy=temperature <= 0)
         valid = _write(state.valid, going[:, None], column)
         hidden, cache = model.extend(token[:, None], state.lengths[:, None], state.cache, column, valid)
         state = state._replace(
@@ -144,7 +150,6 @@ def generate_turn(
             logprobs=_write(state.logprobs, jnp.where(going, logprob, 0.0)[:, None], column),
             turn_ids=_write(state.turn_ids, jnp.where(going, turn, -1)[:, None], column),
             lengths=state.lengths + going,
-            draws=state.draws + 1,
         )
         ended = ended | (going & (token == tables.eot))
         matched = jnp.where(going, tables.stop[matched, token].astype(jnp.int32), matched)
@@ -152,7 +157,6 @@ def generate_turn(
 
     carry = (jnp.int32(0), state, active, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
     steps, state, _, _, ended = jax.lax.while_loop(unfinished, decode, carry)
-    state = state._replace(column=start + steps)
     written = jnp.arange(max_new_tokens)[None, :] < steps
     window = functools.partial(
         jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=max_new_tokens, axis=1
@@ -221,6 +225,7 @@ def rollout(
     temperature: Float[Array, ""],
     *,
     group_size: int,
+    block: int = 0,
 ) -> Trajectory:
     """Play one episode in every row, from the first prompt to the last reward.
 
@@ -231,142 +236,188 @@ def rollout(
       key: everything else that is random.
       temperature: traced; 0 is greedy.
       group_size: members a group.
+      block: rows played at a time. A turn then costs what its unfinished episodes cost, rounded up to whole
+        blocks, in place of what all rows cost. 0, or a number that does not divide the rows: all at once.
+        The episodes are the same.
 
     Returns:
       The trajectory of `g * group_size` episodes; members of a group are adjacent.
     """
-    groups, batch = level_keys.shape[0], level_keys.shape[0] * group_size
-    turns, per_turn, budget = settings.max_turns, settings.max_actions_per_turn, settings.max_new_tokens
-    member_key, sample_key = jax.random.split(key)
-    member_keys, row_keys = jax.random.split(member_key, batch), jax.random.split(sample_key, batch)
-    group_states, states = reset_groups(env, level_keys, member_keys, group_size)
+    batch = level_keys.shape[0] * group_size
     # The head as the decode step reads it, [d, v]; made once, outside the loops.
     head = model.head_weight().T
+    play = functools.partial(_play_turn, model, head, env, settings, tables, temperature)
+    episodes = _open(model, env, settings, tables, level_keys, key, group_size)
 
-    def message(states, turn, lacks_end, reward, count):
-        slots = turn_slots(
-            env,
-            settings,
-            lacks_end=lacks_end,
-            reward=reward,
-            turn=turn,
-            observation=jax.vmap(env.observe)(states),
-            actions_left=settings.max_actions - count,
-        )
-        return render(tables.turn, slots, tables.turn.max_length)
+    def every_row(turn: Int[Array, ""], episodes: Episodes) -> Episodes:
+        return play(turn, episodes)
 
-    first = message(
-        group_states,
-        jnp.int32(0),
-        jnp.zeros(groups, bool),
-        jnp.zeros(groups, jnp.float32),
-        jnp.zeros(groups, jnp.int32),
-    )
-    decoding = _open(model, tables, first, group_size, turns * (tables.turn.max_length + budget))
+    def unfinished_rows(turn: Int[Array, ""], episodes: Episodes) -> Episodes:
+        first = jnp.argsort(~episodes.alive, stable=True)  # unfinished rows before finished ones
 
-    def play_turn(loop: _Loop) -> _Loop:
-        turn, alive = loop.turn, loop.alive
-        decoding, reply = generate_turn(
-            model,
-            head,
-            tables,
-            loop.decoding,
-            alive,
-            row_keys,
-            turn=turn,
-            temperature=temperature,
-            max_new_tokens=budget,
-        )
-        parsed = parse(tables.parser, reply.tokens, reply.lengths)
-        possible = jax.vmap(env.valid_actions)(loop.worlds.states)
-        named = parsed.actions >= 0
-        known = named & jnp.take_along_axis(possible, jnp.maximum(parsed.actions, 0), axis=1)
-        unknown = parsed.num_unknown + jnp.sum(named & ~known, axis=1)
-        format_valid = alive & parsed.found & jnp.any(known, axis=1) & (unknown == 0)
-        worlds, env_reward, executed = play_actions(
-            env, loop.worlds, jnp.where(known, parsed.actions, -1), alive, settings.max_actions
-        )
-        reward = env_reward + jnp.where(alive & ~format_valid, settings.format_penalty, 0.0)
-        success = loop.success | (worlds.done & jax.vmap(env.success)(worlds.states))
-        end_column = (decoding.column - jnp.max(reply.lengths)) + reply.lengths - 1
-        is_end = (jnp.arange(loop.turn_ends.shape[1])[None, :] == end_column[:, None]) & alive[:, None]
-        still = alive & ~worlds.done & (worlds.spent < settings.max_actions) & (turn + 1 < turns)
+        def one(i: Int[Array, ""], episodes: Episodes) -> Episodes:
+            rows = jax.lax.dynamic_slice_in_dim(first, i * block, block)
+            played = play(turn, jax.tree.map(lambda x: x[rows], episodes))
+            return jax.tree.map(
+                lambda whole, part: whole.at[rows].set(part, unique_indices=True), episodes, played
+            )
 
-        def next_message(decoding: Decoding) -> Decoding:
-            ids, lengths = message(worlds.states, turn + 1, ~reply.ended, env_reward, worlds.spent)
-            return append(model, decoding, ids, jnp.where(still, lengths, 0), turn + 1)
+        return jax.lax.fori_loop(0, -(-jnp.sum(episodes.alive) // block), one, episodes)
 
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=turn, axis=1)
-        return _Loop(
-            turn=turn + 1,
-            decoding=jax.lax.cond(jnp.any(still), next_message, lambda d: d, decoding),
-            worlds=worlds,
-            alive=still,
-            turn_ends=loop.turn_ends | is_end,
-            turn_rewards=put(loop.turn_rewards, jnp.where(alive, reward, 0.0)),
-            env_rewards=put(loop.env_rewards, env_reward),
-            turn_played=put(loop.turn_played, alive),
-            format_valid=put(loop.format_valid, format_valid),
-            actions=put(loop.actions, executed),
-            success=success,
-            states=_record(loop.states, worlds.states, turn + 1),
-        )
-
-    shape = decoding.tokens.shape
-    loop = _Loop(
-        turn=jnp.int32(0),
-        decoding=decoding,
-        worlds=Played(states, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)),
-        alive=jnp.ones(batch, bool),
-        turn_ends=jnp.zeros(shape, bool),
-        turn_rewards=jnp.zeros((batch, turns), jnp.float32),
-        env_rewards=jnp.zeros((batch, turns), jnp.float32),
-        turn_played=jnp.zeros((batch, turns), bool),
-        format_valid=jnp.zeros((batch, turns), bool),
-        actions=jnp.full((batch, turns, per_turn), -1, jnp.int32),
-        success=jnp.zeros(batch, bool),
-        states=jax.tree.map(lambda x: jnp.stack([x] * (turns + 1)), states),
-    )
+    step = unfinished_rows if block and batch > block and batch % block == 0 else every_row
     # Stops when no episode goes on; `alive` also falls after the last turn.
-    loop = jax.lax.while_loop(lambda loop: jnp.any(loop.alive), play_turn, loop)
-    done = loop.decoding
+    _, episodes = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1].alive),
+        lambda carry: (carry[0] + 1, step(*carry)),
+        (jnp.int32(0), episodes),
+    )
+    done = episodes.decoding
     return Trajectory(
         tokens=done.tokens,
         valid=done.valid,
         loss_mask=done.loss_mask,
         behaviour_logprobs=done.logprobs,
         turn_ids=done.turn_ids,
-        turn_ends=loop.turn_ends,
-        turn_rewards=loop.turn_rewards,
-        env_rewards=loop.env_rewards,
-        turn_played=loop.turn_played,
-        format_valid=loop.format_valid,
-        actions=loop.actions,
-        success=loop.success,
-        states=loop.states,
+        turn_ends=episodes.turn_ends,
+        turn_rewards=episodes.turn_rewards,
+        env_rewards=episodes.env_rewards,
+        turn_played=episodes.turn_played,
+        format_valid=episodes.format_valid,
+        actions=episodes.actions,
+        success=episodes.success,
+        states=jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), episodes.states),
     )
+
+
+def _play_turn(
+    model: CausalLM,
+    head: Float[Array, "d v"],
+    env: TextEnv,
+    settings: EpisodeSettings,
+    tables: EpisodeTables,
+    temperature: Float[Array, ""],
+    turn: Int[Array, ""],
+    episodes: Episodes,
+) -> Episodes:
+    """One turn of every unfinished episode, and the message that opens the next."""
+    alive, budget = episodes.alive, settings.max_new_tokens
+    width = tables.turn.max_length
+    column = tables.prompt.shape[0] + turn * (width + budget) + width
+    decoding, reply = generate_turn(
+        model,
+        head,
+        tables,
+        episodes.decoding,
+        alive,
+        episodes.keys,
+        column=column,
+        turn=turn,
+        temperature=temperature,
+        max_new_tokens=budget,
+    )
+    parsed = parse(tables.parser, reply.tokens, reply.lengths)
+    possible = jax.vmap(env.valid_actions)(episodes.worlds.states)
+    named = parsed.actions >= 0
+    known = named & jnp.take_along_axis(possible, jnp.maximum(parsed.actions, 0), axis=1)
+    unknown = parsed.num_unknown + jnp.sum(named & ~known, axis=1)
+    format_valid = alive & parsed.found & jnp.any(known, axis=1) & (unknown == 0)
+    worlds, env_reward, executed = play_actions(
+        env, episodes.worlds, jnp.where(known, parsed.actions, -1), alive, settings.max_actions
+    )
+    reward = env_reward + jnp.where(alive & ~format_valid, settings.format_penalty, 0.0)
+    success = episodes.success | (worlds.done & jax.vmap(env.success)(worlds.states))
+    end_column = column + reply.lengths - 1
+    is_end = (jnp.arange(episodes.turn_ends.shape[1])[None, :] == end_column[:, None]) & alive[:, None]
+    still = alive & ~worlds.done & (worlds.spent < settings.max_actions) & (turn + 1 < settings.max_turns)
+
+    def next_message(decoding: Decoding) -> Decoding:
+        ids, lengths = _message(
+            env, settings, tables, worlds.states, turn + 1, ~reply.ended, env_reward, worlds.spent
+        )
+        lengths = jnp.where(still, lengths, 0)
+        return append(model, decoding, ids, lengths, column=column + budget, turn=turn + 1)
+
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=turn, axis=1)
+    return Episodes(
+        keys=episodes.keys,
+        decoding=jax.lax.cond(jnp.any(still), next_message, lambda d: d, decoding),
+        worlds=worlds,
+        alive=still,
+        turn_ends=episodes.turn_ends | is_end,
+        turn_rewards=put(episodes.turn_rewards, jnp.where(alive, reward, 0.0)),
+        # A finished row keeps what its own turns wrote.
+        env_rewards=put(episodes.env_rewards, jnp.where(alive, env_reward, 0.0)),
+        turn_played=put(episodes.turn_played, alive),
+        format_valid=put(episodes.format_valid, format_valid),
+        actions=put(episodes.actions, executed),
+        success=success,
+        states=_record(episodes.states, worlds.states, turn + 1),
+    )
+
+
+def _message(
+    env: TextEnv,
+    settings: EpisodeSettings,
+    tables: EpisodeTables,
+    states: Any,
+    turn: Int[Array, ""],
+    lacks_end: Bool[Array, "b"],
+    reward: Float[Array, "b"],
+    spent: Int[Array, "b"],
+) -> tuple[Int[Array, "b w"], Int[Array, "b"]]:
+    """The user message that opens a turn, as left-padded ids and their number."""
+    slots = turn_slots(
+        env,
+        settings,
+        lacks_end=lacks_end,
+        reward=reward,
+        turn=turn,
+        observation=jax.vmap(env.observe)(states),
+        actions_left=settings.max_actions - spent,
+    )
+    return render(tables.turn, slots, tables.turn.max_length)
 
 
 def _record(history: Any, states: Any, index: Int[Array, ""]) -> Any:
     """Write `states` at `index` and everywhere behind it, so that an episode's last state closes its row."""
-    later = jnp.arange(jax.tree.leaves(history)[0].shape[0]) >= index
+    later = jnp.arange(jax.tree.leaves(history)[0].shape[1]) >= index
 
     def write(old: Array, new: Array) -> Array:
-        return jnp.where(later.reshape((-1,) + (1,) * new.ndim), new[None], old)
+        return jnp.where(later.reshape((1, -1) + (1,) * (new.ndim - 1)), new[:, None], old)
 
     return jax.tree.map(write, history, states)
 
 
 def _open(
     model: CausalLM,
+    env: TextEnv,
+    settings: EpisodeSettings,
     tables: EpisodeTables,
-    first: tuple[Int[Array, "g w"], Int[Array, "g"]],
+    level_keys: chex.PRNGKey,
+    key: chex.PRNGKey,
     group_size: int,
-    extra: int,
-) -> Decoding:
-    """Prefill the system prompt once and the first message once a group, then hand both to every member."""
-    ids, lengths = first
-    prompt, (groups, width) = tables.prompt, ids.shape
+) -> Episodes:
+    """Episodes before their first reply.
+
+    The system prompt is prefilled once and the first message once a group; both are handed to every member.
+    """
+    groups = level_keys.shape[0]
+    batch, turns = groups * group_size, settings.max_turns
+    member_key, sample_key = jax.random.split(key)
+    member_keys, row_keys = jax.random.split(member_key, batch), jax.random.split(sample_key, batch)
+    group_states, states = reset_groups(env, level_keys, member_keys, group_size)
+    zeros = jnp.zeros(groups, jnp.int32)
+    ids, lengths = _message(
+        env,
+        settings,
+        tables,
+        group_states,
+        jnp.int32(0),
+        zeros.astype(bool),
+        zeros.astype(jnp.float32),
+        zeros,
+    )
+    prompt, width = tables.prompt, tables.turn.max_length
     size = prompt.shape[0]
 
     def blank(batch: int, columns: int) -> Decoding:
@@ -379,25 +430,37 @@ def _open(
             loss_mask=jnp.zeros(shape, bool),
             logprobs=jnp.zeros(shape, jnp.float32),
             turn_ids=jnp.full(shape, -1, jnp.int32),
-            column=jnp.int32(0),
             lengths=jnp.zeros(batch, jnp.int32),
-            draws=jnp.int32(0),
         )
 
     def spread(small: Decoding, batch: int, columns: int) -> Decoding:
-        """Repeat rows and widen columns; scalars stay."""
+        """Repeat rows and widen columns."""
         big, times = blank(batch, columns), batch // small.tokens.shape[0]
 
         def copy(source: Array, target: Array) -> Array:
-            if source.ndim == 0:
-                return source
             return jax.lax.dynamic_update_slice(target, jnp.repeat(source, times, axis=0), (0,) * target.ndim)
 
         return jax.tree.map(copy, small, big)
 
-    common = append(model, blank(1, size), prompt[None], jnp.full(1, size, jnp.int32), jnp.int32(-1))
-    group = append(model, spread(common, groups, size + width), ids, lengths, jnp.int32(0))
-    return spread(group, groups * group_size, size + extra)
+    one = jnp.full(1, size, jnp.int32)
+    common = append(model, blank(1, size), prompt[None], one, column=jnp.int32(0), turn=jnp.int32(-1))
+    group = spread(common, groups, size + width)
+    group = append(model, group, ids, lengths, column=jnp.int32(size), turn=jnp.int32(0))
+    decoding = spread(group, batch, size + turns * (width + settings.max_new_tokens))
+    return Episodes(
+        keys=row_keys,
+        decoding=decoding,
+        worlds=Played(states, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)),
+        alive=jnp.ones(batch, bool),
+        turn_ends=jnp.zeros(decoding.tokens.shape, bool),
+        turn_rewards=jnp.zeros((batch, turns), jnp.float32),
+        env_rewards=jnp.zeros((batch, turns), jnp.float32),
+        turn_played=jnp.zeros((batch, turns), bool),
+        format_valid=jnp.zeros((batch, turns), bool),
+        actions=jnp.full((batch, turns, settings.max_actions_per_turn), -1, jnp.int32),
+        success=jnp.zeros(batch, bool),
+        states=jax.tree.map(lambda x: jnp.stack([x] * (turns + 1), axis=1), states),
+    )
 
 
 class Engine:
@@ -416,6 +479,7 @@ class Engine:
         *,
         dtype: Any,
         max_context: int,
+        block: int = 0,
     ) -> None:
         """Raises UserError if the context cannot hold one turn, or all of them."""
         self.columns = tables.prompt.shape[0] + settings.max_turns * (
@@ -434,7 +498,9 @@ class Engine:
             )
         self.env, self.settings, self.tables = env, settings, tables
         self._compiled = jax.jit(
-            functools.partial(_merged_rollout, env=env, settings=settings, graphdef=graphdef, dtype=dtype),
+            functools.partial(
+                _merged_rollout, env=env, settings=settings, graphdef=graphdef, dtype=dtype, block=block
+            ),
             static_argnames="group_size",
         )
 
@@ -457,9 +523,11 @@ class Engine:
 
 
 def _merged_rollout(
-    params, tables, level_keys, key, temperature, *, env, settings, graphdef, dtype, group_size
+    params, tables, level_keys, key, temperature, *, env, settings, graphdef, dtype, group_size, block
 ) -> Trajectory:
     # One cast before the loops: a cast inside them would read the wide weights at every token.
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     model = nnx.merge(graphdef, params)
-    return rollout(model, env, settings, tables, level_keys, key, temperature, group_size=group_size)
+    return rollout(
+        model, env, settings, tables, level_keys, key, temperature, group_size=group_size, block=block
+    )

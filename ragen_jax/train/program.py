@@ -59,6 +59,7 @@ def build(config: Config) -> Program:
         _graphdef(CausalLM, model.config, rollout_dtype),
         dtype=rollout_dtype,
         max_context=config.rollout.context,
+        block=config.rollout.block,
     )
     critic = config.algo.estimator == "gae"
     dtype = jnp.dtype(config.model.dtype)
