@@ -192,10 +192,12 @@ def main() -> None:
 
     rows, trajectory = [], first
     for repeat in range(1, args.repeats + 1):
+        time.sleep(1)  # idle threads of the other side spin for a while
         start = time.perf_counter()
         trajectory = engine(repeat)
         ours = time.perf_counter() - start
         tokens = int(jnp.sum(trajectory.loss_mask))
+        time.sleep(1)
         start = time.perf_counter()
         peer_tokens, peer_success = loop.play(temperature, repeat)
         peer = time.perf_counter() - start

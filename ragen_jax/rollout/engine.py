@@ -18,41 +18,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from envs_jax import TextEnv
 from ragen_jax.errors import UserError
-from ragen_jax.models.transformer import Cache, CausalLM, init_cache
+from ragen_jax.models.transformer import CausalLM, init_cache
+from ragen_jax.rollout.decoding import Decoding, append, generate_turn
 from ragen_jax.rollout.episode import EpisodeSettings, EpisodeTables, turn_slots
-from ragen_jax.rollout.sampling import restrict, row_uniforms, sample
+from ragen_jax.rollout.worlds import Played, play_actions, reset_groups
 from ragen_jax.text.parse import parse
 from ragen_jax.text.render import render
 from ragen_jax.types import Trajectory
-
-
-class Decoding(NamedTuple):
-    """A batch of conversations in progress, indexed by cache column. Every field has its rows first."""
-
-    cache: Cache
-    hidden: Float[Array, "b d"]  # of the last token appended: what the next token is drawn from
-    tokens: Int[Array, "b s"]
-    valid: Bool[Array, "b s"]
-    loss_mask: Bool[Array, "b s"]
-    logprobs: Float[Array, "b s"]
-    turn_ids: Int[Array, "b s"]
-    lengths: Int[Array, "b"]  # tokens so far: the next position
-
-
-class Reply(NamedTuple):
-    """What `generate_turn` sampled: the first `lengths` of `tokens`."""
-
-    tokens: Int[Array, "b n"]
-    lengths: Int[Array, "b"]
-    ended: Bool[Array, "b"]  # the policy sampled the end-of-turn token itself
-
-
-class Played(NamedTuple):
-    """The worlds of a batch of episodes."""
-
-    states: Any  # leaves [b, ...]
-    done: Bool[Array, "b"]
-    spent: Int[Array, "b"]  # actions executed
 
 
 class Episodes(NamedTuple):
@@ -62,6 +34,7 @@ class Episodes(NamedTuple):
     decoding: Decoding
     worlds: Played
     alive: Bool[Array, "b"]
+    lacks_end: Bool[Array, "b"]  # the last reply stopped without sampling the end of its turn
     turn_ends: Bool[Array, "b s"]
     turn_rewards: Float[Array, "b t"]
     env_rewards: Float[Array, "b t"]
@@ -70,149 +43,6 @@ class Episodes(NamedTuple):
     actions: Int[Array, "b t a"]
     success: Bool[Array, "b"]
     states: Any  # leaves [b, t + 1, ...]
-
-
-def _write(buffer: Array, block: Array, column: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(buffer, block.astype(buffer.dtype), column, axis=1)
-
-
-def append(
-    model: CausalLM,
-    state: Decoding,
-    ids: Int[Array, "b w"],
-    lengths: Int[Array, "b"],
-    *,
-    column: Int[Array, ""],
-    turn: Int[Array, ""],
-) -> Decoding:
-    """Append each row's message, the last `lengths` of its `ids`, in the w columns from `column` on.
-
-    Rows of length 0 stay as they are.
-    """
-    chex.assert_rank([ids, lengths], [2, 1])
-    width = ids.shape[1]
-    rank = jnp.arange(width)[None, :] - (width - lengths[:, None])
-    real = rank >= 0
-    valid = _write(state.valid, real, column)
-    positions = state.lengths[:, None] + jnp.maximum(rank, 0)
-    hidden, cache = model.extend(ids, positions, state.cache, column, valid)
-    return state._replace(
-        cache=cache,
-        hidden=hidden[:, -1],
-        tokens=_write(state.tokens, jnp.where(real, ids, 0), column),
-        valid=valid,
-        turn_ids=_write(state.turn_ids, jnp.where(real, turn, -1), column),
-        lengths=state.lengths + lengths,
-    )
-
-
-def generate_turn(
-    model: CausalLM,
-    head: Float[Array, "d v"],
-    tables: EpisodeTables,
-    state: Decoding,
-    active: Bool[Array, "b"],
-    keys: chex.PRNGKey,
-    *,
-    column: Int[Array, ""],
-    turn: Int[Array, ""],
-    temperature: Float[Array, ""],
-    max_new_tokens: int,
-) -> tuple[Decoding, Reply]:
-    """Sample one reply for every active row, from `column` on; the others wait.
-
-    A row stops at its end-of-turn token, once `</answer>` is complete however it was spelt in tokens,
-    or after `max_new_tokens`. The loop ends when every row has stopped.
-    """
-    start, batch = column, active.shape[0]
-    accepted = tables.stop.shape[0] - 1
-
-    def unfinished(carry):
-        step, _, going, _, _ = carry
-        return (step < max_new_tokens) & jnp.any(going)
-
-    def decode(carry):
-        step, state, going, matched, ended = carry
-        logits = restrict(state.hidden @ head, ban=tables.ban, temperature=temperature)
-        column = start + step
-        # The uniform of a row and column: a reply does not depend on who else is in the batch.
-        uniforms = row_uniforms(keys, column)
-        token, logprob = sample(logits, uniforms, greedy=temperature <= 0)
-        valid = _write(state.valid, going[:, None], column)
-        hidden, cache = model.extend(token[:, None], state.lengths[:, None], state.cache, column, valid)
-        state = state._replace(
-            cache=cache,
-            # A row that has stopped keeps what its own last token left behind.
-            hidden=jnp.where(going[:, None], hidden[:, 0], state.hidden),
-            tokens=_write(state.tokens, jnp.where(going, token, 0)[:, None], column),
-            valid=valid,
-            loss_mask=_write(state.loss_mask, going[:, None], column),
-            logprobs=_write(state.logprobs, jnp.where(going, logprob, 0.0)[:, None], column),
-            turn_ids=_write(state.turn_ids, jnp.where(going, turn, -1)[:, None], column),
-            lengths=state.lengths + going,
-        )
-        ended = ended | (going & (token == tables.eot))
-        matched = jnp.where(going, tables.stop[matched, token].astype(jnp.int32), matched)
-        return step + 1, state, going & ~ended & (matched != accepted), matched, ended
-
-    carry = (jnp.int32(0), state, active, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
-    steps, state, _, _, ended = jax.lax.while_loop(unfinished, decode, carry)
-    written = jnp.arange(max_new_tokens)[None, :] < steps
-    window = functools.partial(
-        jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=max_new_tokens, axis=1
-    )
-    sampled = window(state.valid) & written
-    reply = Reply(
-        tokens=jnp.where(sampled, window(state.tokens), 0),
-        lengths=jnp.sum(sampled, axis=1, dtype=jnp.int32),
-        ended=ended,
-    )
-    return state, reply
-
-
-def play_actions(
-    env: TextEnv, worlds: Played, actions: Int[Array, "b a"], alive: Bool[Array, "b"], max_actions: int
-) -> tuple[Played, Float[Array, "b"], Int[Array, "b a"]]:
-    """Execute a turn's actions in order until the episode ends or its actions are spent.
-
-    Returns the worlds, each row's summed reward (float32) and the actions executed, -1 elsewhere.
-    """
-
-    def one(carry, action):
-        worlds, reward = carry
-        act = alive & ~worlds.done & (action >= 0) & (worlds.spent < max_actions)
-        stepped, timestep = jax.vmap(env.step)(worlds.states, jnp.maximum(action, 0))
-        worlds = Played(
-            states=_select(act, stepped, worlds.states),
-            done=worlds.done | (act & timestep.last()),
-            spent=worlds.spent + act,
-        )
-        return (worlds, reward + jnp.where(act, timestep.reward, 0.0)), jnp.where(act, action, -1)
-
-    zero = jnp.zeros(actions.shape[0], jnp.float32)
-    (worlds, reward), executed = jax.lax.scan(one, (worlds, zero), actions.T)
-    return worlds, reward, executed.T
-
-
-def _select(rows: Bool[Array, "b"], new: Any, old: Any) -> Any:
-    """Leaves of `new` where `rows`, of `old` elsewhere; also for typed key arrays."""
-
-    def pick(a: Array, b: Array) -> Array:
-        return jnp.where(rows.reshape(rows.shape + (1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(pick, new, old)
-
-
-def reset_groups(
-    env: TextEnv, level_keys: chex.PRNGKey, member_keys: chex.PRNGKey, group_size: int
-) -> tuple[Any, Any]:
-    """Initial states of the groups `[g, ...]` and of their members `[g * group_size, ...]`.
-
-    Members share the level; what happens in it later is drawn from each member's own key.
-    """
-    groups, _ = jax.vmap(env.reset)(level_keys)
-    members = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), groups)
-    return groups, members._replace(key=member_keys)
 
 
 def rollout(
@@ -299,18 +129,25 @@ def _play_turn(
     turn: Int[Array, ""],
     episodes: Episodes,
 ) -> Episodes:
-    """One turn of every unfinished episode, and the message that opens the next."""
-    alive, budget = episodes.alive, settings.max_new_tokens
-    width = tables.turn.max_length
-    column = tables.prompt.shape[0] + turn * (width + budget) + width
+    """One turn of every unfinished episode: the world's message, the policy's reply, its actions."""
+    alive, budget, width = episodes.alive, settings.max_new_tokens, tables.turn.max_length
+    start = tables.prompt.shape[0] + turn * (width + budget)
+
+    def open_turn(decoding: Decoding) -> Decoding:
+        reward = episodes.env_rewards[:, turn - 1]
+        ids, lengths = _message(env, settings, tables, episodes.worlds, turn, episodes.lacks_end, reward)
+        return append(model, decoding, ids, jnp.where(alive, lengths, 0), column=start, turn=turn)
+
+    # The first turn's message is there already: it was prefilled once a group.
+    decoding = jax.lax.cond(turn > 0, open_turn, lambda d: d, episodes.decoding)
     decoding, reply = generate_turn(
         model,
         head,
         tables,
-        episodes.decoding,
+        decoding,
         alive,
         episodes.keys,
-        column=column,
+        column=start + width,
         turn=turn,
         temperature=temperature,
         max_new_tokens=budget,
@@ -326,27 +163,20 @@ def _play_turn(
     )
     reward = env_reward + jnp.where(alive & ~format_valid, settings.format_penalty, 0.0)
     success = episodes.success | (worlds.done & jax.vmap(env.success)(worlds.states))
-    end_column = column + reply.lengths - 1
+    end_column = start + width + reply.lengths - 1
     is_end = (jnp.arange(episodes.turn_ends.shape[1])[None, :] == end_column[:, None]) & alive[:, None]
     still = alive & ~worlds.done & (worlds.spent < settings.max_actions) & (turn + 1 < settings.max_turns)
-
-    def next_message(decoding: Decoding) -> Decoding:
-        ids, lengths = _message(
-            env, settings, tables, worlds.states, turn + 1, ~reply.ended, env_reward, worlds.spent
-        )
-        lengths = jnp.where(still, lengths, 0)
-        return append(model, decoding, ids, lengths, column=column + budget, turn=turn + 1)
 
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=turn, axis=1)
     return Episodes(
         keys=episodes.keys,
-        decoding=jax.lax.cond(jnp.any(still), next_message, lambda d: d, decoding),
+        decoding=decoding,
         worlds=worlds,
         alive=still,
+        lacks_end=~reply.ended,
         turn_ends=episodes.turn_ends | is_end,
         turn_rewards=put(episodes.turn_rewards, jnp.where(alive, reward, 0.0)),
-        # A finished row keeps what its own turns wrote.
-        env_rewards=put(episodes.env_rewards, jnp.where(alive, env_reward, 0.0)),
+        env_rewards=put(episodes.env_rewards, env_reward),
         turn_played=put(episodes.turn_played, alive),
         format_valid=put(episodes.format_valid, format_valid),
         actions=put(episodes.actions, executed),
@@ -359,11 +189,10 @@ def _message(
     env: TextEnv,
     settings: EpisodeSettings,
     tables: EpisodeTables,
-    states: Any,
+    worlds: Played,
     turn: Int[Array, ""],
     lacks_end: Bool[Array, "b"],
     reward: Float[Array, "b"],
-    spent: Int[Array, "b"],
 ) -> tuple[Int[Array, "b w"], Int[Array, "b"]]:
     """The user message that opens a turn, as left-padded ids and their number."""
     slots = turn_slots(
@@ -372,8 +201,8 @@ def _message(
         lacks_end=lacks_end,
         reward=reward,
         turn=turn,
-        observation=jax.vmap(env.observe)(states),
-        actions_left=settings.max_actions - spent,
+        observation=jax.vmap(env.observe)(worlds.states),
+        actions_left=settings.max_actions - worlds.spent,
     )
     return render(tables.turn, slots, tables.turn.max_length)
 
@@ -406,17 +235,9 @@ def _open(
     member_key, sample_key = jax.random.split(key)
     member_keys, row_keys = jax.random.split(member_key, batch), jax.random.split(sample_key, batch)
     group_states, states = reset_groups(env, level_keys, member_keys, group_size)
-    zeros = jnp.zeros(groups, jnp.int32)
-    ids, lengths = _message(
-        env,
-        settings,
-        tables,
-        group_states,
-        jnp.int32(0),
-        zeros.astype(bool),
-        zeros.astype(jnp.float32),
-        zeros,
-    )
+    no, none = jnp.zeros(groups, bool), jnp.zeros(groups, jnp.float32)
+    opened = Played(group_states, no, jnp.zeros(groups, jnp.int32))
+    ids, lengths = _message(env, settings, tables, opened, jnp.int32(0), no, none)
     prompt, width = tables.prompt, tables.turn.max_length
     size = prompt.shape[0]
 
@@ -452,6 +273,7 @@ def _open(
         decoding=decoding,
         worlds=Played(states, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)),
         alive=jnp.ones(batch, bool),
+        lacks_end=jnp.zeros(batch, bool),
         turn_ends=jnp.zeros(decoding.tokens.shape, bool),
         turn_rewards=jnp.zeros((batch, turns), jnp.float32),
         env_rewards=jnp.zeros((batch, turns), jnp.float32),

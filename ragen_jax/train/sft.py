@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from envs_jax import Slot, Template, TextEnv
 from ragen_jax import algo
 from ragen_jax.config import Config, ConfigError
-from ragen_jax.rollout.engine import Played, play_actions, reset_groups
 from ragen_jax.rollout.episode import EpisodeSettings, EpisodeTables, turn_slots
+from ragen_jax.rollout.worlds import Played, play_actions, reset_groups
 from ragen_jax.text.render import RenderTables, compile_template, render
 from ragen_jax.text.tokenizer import TextTokenizer
 from ragen_jax.train.state import TrainState, actor_optimizer
