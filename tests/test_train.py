@@ -14,7 +14,7 @@ from ragen_jax.loggers import read_metrics
 from ragen_jax.rollout.episode import system_prompt
 from ragen_jax.text.parse import parse_text
 from ragen_jax.train.loop import TrainingStopped, train
-from ragen_jax.train.program import as_temperature, level_keys
+from ragen_jax.train.program import as_temperature, level_keys, load_model
 from ragen_jax.train.sft import compile_replies, demonstrate
 from ragen_jax.train.state import begin_reinforcement
 from ragen_jax.train.update import bucket, make_update
@@ -47,7 +47,8 @@ def with_run(made, folder, **train_settings):
         sft=dataclasses.replace(made.config.sft, steps=2),
         train=dataclasses.replace(made.config.train, iterations=4, **train_settings),
     )
-    return made._replace(config=config)
+    # A run takes the parameters of its program's model, so each run has a model of its own.
+    return made._replace(config=config, model=load_model(config)[1])
 
 
 @functools.cache

@@ -185,7 +185,7 @@ def export_policy(program: Program, params: nnx.State, out: pathlib.Path, *, dty
 
 
 def train(program: Program, progress: Progress, *, supervised_only: bool = False) -> Run:
-    """Bring a run to its end, from wherever it stands."""
+    """Bring a run to its end, from wherever it stands. Takes the parameters of the program's model."""
     run = Run(program, progress)
     run.warm_start()
     if not supervised_only:
