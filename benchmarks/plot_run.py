@@ -2,7 +2,8 @@
 
     python benchmarks/plot_run.py runs/quickstart docs/quickstart.svg [--against runs/quickstart_sft]
 
-Time is that of the steps themselves, evaluations and compilation left out. Needs the extra `bench`.
+Time is that of the steps; the first of a phase includes its compilation, evaluations are left out. Needs the
+extra `bench`.
 """
 
 from __future__ import annotations

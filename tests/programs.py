@@ -9,7 +9,7 @@ import jax
 
 from ragen_jax.config import Config, EnvSettings, load_config
 from ragen_jax.train.program import Program, build
-from ragen_jax.train.sft import compile_replies, make_sft
+from ragen_jax.train.sft import make_sft
 from ragen_jax.train.state import TrainState, init_state
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -41,8 +41,7 @@ def program(env: str = "frozen_lake") -> Program:
 def warm_state(env: str = "frozen_lake") -> TrainState:
     """The program's state after a short warm start: a policy that writes mostly well-formed replies."""
     made = program(env)
-    replies = compile_replies(made.env, made.settings, made.tokenizer)
-    step = make_sft(made.config, made.env, made.settings, made.tables, replies, made.policy)
+    step = make_sft(made.config, made.env, made.settings, made.tables, made.replies, made.policy)
     state = jax.tree.map(lambda x: x.copy(), init_state(made.config, made.model))
     for _ in range(made.config.sft.steps):
         state, _ = step(state)

@@ -15,7 +15,7 @@ from ragen_jax.rollout.episode import system_prompt
 from ragen_jax.text.parse import parse_text
 from ragen_jax.train.loop import TrainingStopped, train
 from ragen_jax.train.program import as_temperature, level_keys, load_model
-from ragen_jax.train.sft import compile_replies, demonstrate
+from ragen_jax.train.sft import demonstrate
 from ragen_jax.train.state import begin_reinforcement
 from ragen_jax.train.update import bucket, make_update
 from tests.programs import program, warm_state
@@ -54,9 +54,8 @@ def with_run(made, folder, **train_settings):
 @functools.cache
 def demonstrations(env):
     made = program(env)
-    replies = compile_replies(made.env, made.settings, made.tokenizer)
     write = jax.jit(functools.partial(demonstrate, made.env, made.settings))
-    return jax.device_get(write(made.tables, replies, level_keys(0, 16), jax.random.key(0)))
+    return jax.device_get(write(made.tables, made.replies, level_keys(0, 16), jax.random.key(0)))
 
 
 @pytest.mark.parametrize("env", ["bandit", "frozen_lake", "sokoban"])
@@ -92,9 +91,8 @@ def test_demonstrations_are_the_tokenizers_ids_and_well_formed(env):
 
 def test_bandit_demonstrations_do_not_teach_the_answer():
     made = program("bandit")
-    replies = compile_replies(made.env, made.settings, made.tokenizer)
     write = jax.jit(functools.partial(demonstrate, made.env, made.settings))
-    shown = write(made.tables, replies, level_keys(0, 2000), jax.random.key(0))
+    shown = write(made.tables, made.replies, level_keys(0, 2000), jax.random.key(0))
     assert abs(float(jnp.mean(shown.success)) - 0.5) < 0.05
 
 

@@ -19,7 +19,7 @@ from ragen_jax.models.hf import save_pretrained
 from ragen_jax.train.episodes import decode_episodes, write_episodes
 from ragen_jax.train.evaluate import evaluate
 from ragen_jax.train.program import Program, as_temperature, level_keys, policy_model, run_folder
-from ragen_jax.train.sft import compile_replies, make_sft
+from ragen_jax.train.sft import make_sft
 from ragen_jax.train.state import begin_reinforcement, init_state
 from ragen_jax.train.update import bucket, make_update
 from ragen_jax.types import Trajectory
@@ -98,8 +98,10 @@ class Run:
         total, done = config.sft.steps, int(self.state.sft_step)
         if done >= total:
             return
-        replies = compile_replies(program.env, program.settings, program.tokenizer)
-        step = make_sft(config, program.env, program.settings, program.tables, replies, program.policy)
+        assert program.replies is not None
+        step = make_sft(
+            config, program.env, program.settings, program.tables, program.replies, program.policy
+        )
         if done == 0:
             self.metrics.write(0, {"phase": "sft", **self.evaluate()})
         self.progress.phase("warm start", total, done)

@@ -18,7 +18,9 @@ from ragen_jax.models.hf import load_pretrained
 from ragen_jax.models.transformer import CausalLM, Critic
 from ragen_jax.rollout.engine import Engine
 from ragen_jax.rollout.episode import EpisodeSettings, EpisodeTables, compile_tables
+from ragen_jax.text.render import RenderTables
 from ragen_jax.text.tokenizer import TextTokenizer, load_tokenizer
+from ragen_jax.train.sft import compile_replies
 
 
 class Program(NamedTuple):
@@ -29,6 +31,7 @@ class Program(NamedTuple):
     settings: EpisodeSettings
     tokenizer: TextTokenizer
     tables: EpisodeTables
+    replies: RenderTables | None  # the expert's, where the config has a warm start
     model: CausalLM  # as loaded: the parameters before training
     policy: nnx.GraphDef
     critic: nnx.GraphDef | None
@@ -69,6 +72,7 @@ def build(config: Config) -> Program:
         settings=settings,
         tokenizer=tokenizer,
         tables=tables,
+        replies=compile_replies(env, settings, tokenizer) if config.sft.steps else None,
         model=model,
         policy=_graphdef(CausalLM, model.config, dtype),
         critic=_graphdef(Critic, model.config, dtype) if critic else None,
