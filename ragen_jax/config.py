@@ -55,6 +55,7 @@ class RolloutSettings:
     max_new_tokens: int = 400
     context: int = 3600
     temperature: float = 1.0
+    stages: int = 1  # sizes of the KV cache in an episode; more: faster early turns, longer compilation
     block: int = 0  # rows played at a time, so that finished episodes cost nothing; 0: all at once
     think: bool = True
     separator: str = "||"
@@ -218,6 +219,7 @@ def validate(config: Config) -> None:
         "rollout.max_actions_per_turn": rollout.max_actions_per_turn,
         "rollout.max_actions": rollout.max_actions,
         "rollout.max_new_tokens": rollout.max_new_tokens,
+        "rollout.stages": rollout.stages,
         "train.epochs": train.epochs,
         "train.microbatch": train.microbatch,
         "train.head_chunk": train.head_chunk,

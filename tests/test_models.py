@@ -66,6 +66,11 @@ def extend(model, tokens, positions, cache, column, valid):
     return model.extend(tokens, positions, cache, column, valid)
 
 
+@nnx.jit
+def extend_last(model, tokens, positions, cache, column, valid):
+    return model.extend(tokens, positions, cache, column, valid, last=2)
+
+
 def packed(lengths: list[int], width: int, seed: int = 0):
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (len(lengths), width)).astype(np.int32)
     valid = np.arange(width)[None] < np.array(lengths)[:, None]
@@ -101,6 +106,17 @@ def test_ragged_multi_step_extends_equal_the_full_forward(family):
             done[row] += count
         column += width
     assert done == lengths
+
+
+def test_the_last_columns_alone_are_those_of_all():
+    """The last layer leaves out the other columns' outputs, and none of their keys and values."""
+    model, (tokens, positions, valid) = model_of("qwen2"), packed([COLUMNS] * 2, COLUMNS)
+    cache, zero = init_cache(model.config, 2, COLUMNS, jnp.float32), jnp.int32(0)
+    hidden, whole = extend(model, tokens, positions, cache, zero, valid)
+    tail, cut = extend_last(model, tokens, positions, cache, zero, valid)
+    assert tail.shape[1] == 2
+    np.testing.assert_allclose(tail, hidden[:, -2:], atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), cut, whole)
 
 
 def test_scan_and_remat_change_neither_values_nor_gradients():

@@ -196,8 +196,9 @@ def test_greedy_is_deterministic_across_keys():
     assert (runs[0].loss_mask == runs[1].loss_mask).all()
 
 
-def test_episodes_do_not_depend_on_the_block_they_are_played_in():
-    """Blocks skip finished episodes; what every episode is stays the same."""
+@pytest.mark.parametrize(("block", "stages"), [(4, 1), (0, 3), (4, 2)])
+def test_episodes_do_not_depend_on_block_and_stages(block, stages):
+    """Blocks skip finished episodes, stages unwritten columns; what every episode is stays the same."""
     made, whole = program(), jax.device_get(played("frozen_lake")._replace(states=None))
     engine = Engine(
         made.env,
@@ -206,7 +207,8 @@ def test_episodes_do_not_depend_on_the_block_they_are_played_in():
         made.policy,
         dtype=jnp.float32,
         max_context=made.config.rollout.context,
-        block=4,
+        block=block,
+        stages=stages,
     )
     rollout_config = made.config.rollout
     parts = engine(

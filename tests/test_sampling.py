@@ -41,6 +41,6 @@ def test_greedy_takes_the_most_likely():
 
 def test_a_rows_draw_does_not_depend_on_the_batch():
     keys = jax.random.split(jax.random.key(3), 6)
-    whole = row_uniforms(keys, jnp.int32(4))
-    assert (whole[2:5] == row_uniforms(keys[2:5], jnp.int32(4))).all()
-    assert len(set(whole.tolist())) == 6
+    whole = row_uniforms(keys, jnp.arange(4, 9))
+    assert (whole[2:5, 1:3] == row_uniforms(keys[2:5], jnp.arange(5, 7))).all()
+    assert len(set(whole.ravel().tolist())) == 30

@@ -149,19 +149,22 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **kinds) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **kinds) if config.qk_norm else None
 
-    def project(
+    def queries(
         self, x: Float[Array, "b t d"], rope: tuple[Float[Array, "b t h2"], ...]
-    ) -> tuple[Float[Array, "b t k g h"], Float[Array, "b k h t"], Float[Array, "b k t h"]]:
-        """Rotated queries, rotated keys and values. Query head i reads key head i // group."""
-        b, t, _ = x.shape
+    ) -> Float[Array, "b t k g h"]:
+        """Rotated queries. Query head i reads key head i // group."""
         kv, head_dim = self.config.num_kv_heads, self.config.head_dim
-        queries = self.query(x).reshape(b, t, kv, -1, head_dim)
-        keys = self.key(x).reshape(b, t, kv, head_dim)
-        values = self.value(x).reshape(b, t, kv, head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
-        queries, keys = apply_rope(queries, rope), apply_rope(keys, rope)
-        return queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
+        queries = self.query(x).reshape(*x.shape[:2], kv, -1, head_dim)
+        return apply_rope(queries if self.query_norm is None else self.query_norm(queries), rope)
+
+    def keys_values(
+        self, x: Float[Array, "b t d"], rope: tuple[Float[Array, "b t h2"], ...]
+    ) -> tuple[Float[Array, "b k h t"], Float[Array, "b k t h"]]:
+        """Rotated keys, and values."""
+        shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
+        keys, values = self.key(x).reshape(shape), self.value(x).reshape(shape)
+        keys = apply_rope(keys if self.key_norm is None else self.key_norm(keys), rope)
+        return keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
 
 
 class MLP(nnx.Module):

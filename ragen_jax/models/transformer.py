@@ -62,10 +62,18 @@ class Layer(nnx.Module):
         mask: Bool[Array, "b t s"],
         cache: LayerCache | None = None,
         column: Int[Array, ""] | int = 0,
-    ) -> tuple[Float[Array, "b t d"], LayerCache]:
-        """One block. Without a cache the queries attend to this call's own keys (s = t)."""
-        queries, keys, values = self.attention.project(self.attention_norm(x), rope)
-        cache = (keys, values) if cache is None else _write(cache, keys, values, jnp.asarray(column))
+        last: int | None = None,
+    ) -> tuple[Float[Array, "b n d"], LayerCache]:
+        """One block. Without a cache the queries attend to this call's own keys (s = t).
+
+        With `last`, the outputs of the last n columns alone, on the keys and values of all t.
+        """
+        normed = self.attention_norm(x)
+        new = self.attention.keys_values(normed, rope)
+        cache = new if cache is None else _write(cache, *new, jnp.asarray(column))
+        if last is not None:
+            x, normed, mask, rope = jax.tree.map(lambda a: a[:, -last:], (x, normed, mask, rope))
+        queries = self.attention.queries(normed, rope)
         x = x + self.attention.out(attend(queries, *cache, mask))
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -127,7 +135,9 @@ class Backbone(nnx.Module):
         cache: Cache,
         column: Int[Array, ""] | int,
         valid: Bool[Array, "b s"],
-    ) -> tuple[Float[Array, "b t d"], Cache]:
+        *,
+        last: int | None = None,
+    ) -> tuple[Float[Array, "b n d"], Cache]:
         """Causal pass of t new columns on a cache. See `CausalLM.extend`."""
         chex.assert_rank([tokens, positions, valid], 2)
         chex.assert_equal_shape([tokens, positions])
@@ -139,7 +149,9 @@ class Backbone(nnx.Module):
         x = self.embed(tokens)
         extended = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = layer(x, rope, mask, layer_cache, column)
+            # Only the layers below need every column: their outputs are keys and values further up.
+            wanted = last if len(extended) == len(cache) - 1 else None
+            x, layer_cache = layer(x, rope, mask, layer_cache, column, wanted)
             extended.append(layer_cache)
         return self.norm(x), tuple(extended)
 
@@ -184,14 +196,18 @@ class CausalLM(nnx.Module):
         cache: Cache,
         column: Int[Array, ""] | int,
         valid: Bool[Array, "b s"],
-    ) -> tuple[Float[Array, "b t d"], Cache]:
-        """Hidden states of t new columns, and the cache with them: prefill (t > 1) or decode (t = 1).
+        *,
+        last: int | None = None,
+    ) -> tuple[Float[Array, "b n d"], Cache]:
+        """Hidden states of the last n of t new columns, and the cache with all of them.
+
+        Prefill is t > 1, decode t = 1; n is `last`, or t. The last layer computes no more than n outputs.
 
         All rows write columns `column .. column + t - 1`; the caller keeps that range within the cache. A
         query at column c attends to the valid columns up to c, and `valid` includes the new ones. The hidden
         states of padding are finite and meaningless. Layers are unrolled: scanning a stacked cache copies it.
         """
-        return self.backbone.extend(tokens, positions, cache, column, valid)
+        return self.backbone.extend(tokens, positions, cache, column, valid, last=last)
 
     def head_weight(self) -> Float[Array, "v d"]:
         """Output embedding in its storage dtype: the input embedding when tied."""

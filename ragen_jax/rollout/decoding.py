@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ragen_jax.models.transformer import Cache, CausalLM
+from ragen_jax.models.transformer import Cache, CausalLM, init_cache
 from ragen_jax.rollout.episode import EpisodeTables
 from ragen_jax.rollout.sampling import restrict, row_uniforms, sample
 
@@ -38,6 +38,31 @@ class Reply(NamedTuple):
     ended: Bool[Array, "b"]  # the policy sampled the end-of-turn token itself
 
 
+def blank(model: CausalLM, batch: int, columns: int) -> Decoding:
+    """Conversations without a token."""
+    shape, dtype = (batch, columns), model.backbone.dtype
+    return Decoding(
+        cache=init_cache(model.config, batch, columns, dtype),
+        hidden=jnp.zeros((batch, model.config.hidden_size), dtype),
+        tokens=jnp.zeros(shape, jnp.int32),
+        valid=jnp.zeros(shape, bool),
+        loss_mask=jnp.zeros(shape, bool),
+        logprobs=jnp.zeros(shape, jnp.float32),
+        turn_ids=jnp.full(shape, -1, jnp.int32),
+        lengths=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def spread(model: CausalLM, state: Decoding, batch: int, columns: int) -> Decoding:
+    """Repeat every row until there are `batch`, and add blank columns until there are `columns`."""
+    times = batch // state.tokens.shape[0]
+
+    def copy(source: Array, target: Array) -> Array:
+        return jax.lax.dynamic_update_slice(target, jnp.repeat(source, times, axis=0), (0,) * target.ndim)
+
+    return jax.tree.map(copy, state, blank(model, batch, columns))
+
+
 def _write(buffer: Array, block: Array, column: Int[Array, ""]) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(buffer, block.astype(buffer.dtype), column, axis=1)
 
@@ -61,10 +86,10 @@ def append(
     real = rank >= 0
     valid = _write(state.valid, real, column)
     positions = state.lengths[:, None] + jnp.maximum(rank, 0)
-    hidden, cache = model.extend(ids, positions, state.cache, column, valid)
+    hidden, cache = model.extend(ids, positions, state.cache, column, valid, last=1)
     return state._replace(
         cache=cache,
-        hidden=hidden[:, -1],
+        hidden=hidden[:, 0],
         tokens=_write(state.tokens, jnp.where(real, ids, 0), column),
         valid=valid,
         turn_ids=_write(state.turn_ids, jnp.where(real, turn, -1), column),
@@ -91,6 +116,8 @@ def generate_turn(
     or after `max_new_tokens`. The loop ends when every row has stopped.
     """
     start, batch = column, active.shape[0]
+    # One uniform a row and column: a reply does not depend on who else is in the batch.
+    uniforms = row_uniforms(keys, start + jnp.arange(max_new_tokens))
     accepted = tables.stop.shape[0] - 1
 
     def unfinished(carry):
@@ -101,9 +128,7 @@ def generate_turn(
         step, state, going, matched, ended = carry
         logits = restrict(state.hidden @ head, ban=tables.ban, temperature=temperature)
         column = start + step
-        # The uniform of a row and column: a reply does not depend on who else is in the batch.
-        uniforms = row_uniforms(keys, column)
-        token, logprob = sample(logits, uniforms, greedy=temperature <= 0)
+        token, logprob = sample(logits, uniforms[:, step], greedy=temperature <= 0)
         valid = _write(state.valid, going[:, None], column)
         hidden, cache = model.extend(token[:, None], state.lengths[:, None], state.cache, column, valid)
         state = state._replace(

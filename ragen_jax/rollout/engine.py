@@ -18,13 +18,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from envs_jax import TextEnv
 from ragen_jax.errors import UserError
-from ragen_jax.models.transformer import CausalLM, init_cache
-from ragen_jax.rollout.decoding import Decoding, append, generate_turn
+from ragen_jax.models.transformer import CausalLM
+from ragen_jax.rollout.decoding import Decoding, append, blank, generate_turn, spread
 from ragen_jax.rollout.episode import EpisodeSettings, EpisodeTables, turn_slots
 from ragen_jax.rollout.worlds import Played, play_actions, reset_groups
 from ragen_jax.text.parse import parse
 from ragen_jax.text.render import render
 from ragen_jax.types import Trajectory
+
+
+def count_columns(settings: EpisodeSettings, tables: EpisodeTables, turns: int) -> int:
+    """Columns of the system prompt and the first `turns` turns."""
+    return tables.prompt.shape[0] + turns * (tables.turn.max_length + settings.max_new_tokens)
+
+
+def turn_bounds(turns: int, stages: int) -> list[int]:
+    """The turn before which each stage ends: `turns` cut into `stages` parts, shorter ones first."""
+    stages = min(stages, turns)
+    return [turns * (stage + 1) // stages for stage in range(stages)]
 
 
 class Episodes(NamedTuple):
@@ -35,7 +46,7 @@ class Episodes(NamedTuple):
     worlds: Played
     alive: Bool[Array, "b"]
     lacks_end: Bool[Array, "b"]  # the last reply stopped without sampling the end of its turn
-    turn_ends: Bool[Array, "b s"]
+    turn_ends: Int[Array, "b t"]  # the column of a turn's last sampled token, -1 in turns not played
     turn_rewards: Float[Array, "b t"]
     env_rewards: Float[Array, "b t"]
     turn_played: Bool[Array, "b t"]
@@ -56,6 +67,7 @@ def rollout(
     *,
     group_size: int,
     block: int = 0,
+    stages: int = 1,
 ) -> Trajectory:
     """Play one episode in every row, from the first prompt to the last reward.
 
@@ -69,6 +81,8 @@ def rollout(
       block: rows played at a time. A turn then costs what its unfinished episodes cost, rounded up to whole
         blocks, in place of what all rows cost. 0, or a number that does not divide the rows: all at once.
         The episodes are the same.
+      stages: into how many parts the turns are cut. A token attends to as many columns as its part needs in
+        the end, so with more stages early turns cost less, and a turn is compiled once for each stage.
 
     Returns:
       The trajectory of `g * group_size` episodes; members of a group are adjacent.
@@ -95,20 +109,25 @@ def rollout(
         return jax.lax.fori_loop(0, -(-jnp.sum(episodes.alive) // block), one, episodes)
 
     step = unfinished_rows if block and batch > block and batch % block == 0 else every_row
-    # Stops when no episode goes on; `alive` also falls after the last turn.
-    _, episodes = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[1].alive),
-        lambda carry: (carry[0] + 1, step(*carry)),
-        (jnp.int32(0), episodes),
-    )
+    turn = jnp.int32(0)
+    for last in turn_bounds(settings.max_turns, stages):
+        columns = count_columns(settings, tables, last)
+        episodes = episodes._replace(decoding=spread(model, episodes.decoding, batch, columns))
+        # Stops when no episode goes on; `alive` also falls after the last turn.
+        turn, episodes = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1].alive) & (carry[0] < last),  # noqa: B023
+            lambda carry: (carry[0] + 1, step(*carry)),
+            (turn, episodes),
+        )
     done = episodes.decoding
+    ends = jax.nn.one_hot(episodes.turn_ends, done.tokens.shape[1], dtype=bool)
     return Trajectory(
         tokens=done.tokens,
         valid=done.valid,
         loss_mask=done.loss_mask,
         behaviour_logprobs=done.logprobs,
         turn_ids=done.turn_ids,
-        turn_ends=episodes.turn_ends,
+        turn_ends=jnp.any(ends, axis=1),
         turn_rewards=episodes.turn_rewards,
         env_rewards=episodes.env_rewards,
         turn_played=episodes.turn_played,
@@ -163,8 +182,7 @@ def _play_turn(
     )
     reward = env_reward + jnp.where(alive & ~format_valid, settings.format_penalty, 0.0)
     success = episodes.success | (worlds.done & jax.vmap(env.success)(worlds.states))
-    end_column = start + width + reply.lengths - 1
-    is_end = (jnp.arange(episodes.turn_ends.shape[1])[None, :] == end_column[:, None]) & alive[:, None]
+    end = start + width + reply.lengths - 1
     still = alive & ~worlds.done & (worlds.spent < settings.max_actions) & (turn + 1 < settings.max_turns)
 
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=turn, axis=1)
@@ -174,7 +192,7 @@ def _play_turn(
         worlds=worlds,
         alive=still,
         lacks_end=~reply.ended,
-        turn_ends=episodes.turn_ends | is_end,
+        turn_ends=put(episodes.turn_ends, jnp.where(alive, end, -1)),
         turn_rewards=put(episodes.turn_rewards, jnp.where(alive, reward, 0.0)),
         env_rewards=put(episodes.env_rewards, env_reward),
         turn_played=put(episodes.turn_played, alive),
@@ -241,40 +259,18 @@ def _open(
     prompt, width = tables.prompt, tables.turn.max_length
     size = prompt.shape[0]
 
-    def blank(batch: int, columns: int) -> Decoding:
-        shape = (batch, columns)
-        return Decoding(
-            cache=init_cache(model.config, batch, columns, model.backbone.dtype),
-            hidden=jnp.zeros((batch, model.config.hidden_size), model.backbone.dtype),
-            tokens=jnp.zeros(shape, jnp.int32),
-            valid=jnp.zeros(shape, bool),
-            loss_mask=jnp.zeros(shape, bool),
-            logprobs=jnp.zeros(shape, jnp.float32),
-            turn_ids=jnp.full(shape, -1, jnp.int32),
-            lengths=jnp.zeros(batch, jnp.int32),
-        )
-
-    def spread(small: Decoding, batch: int, columns: int) -> Decoding:
-        """Repeat rows and widen columns."""
-        big, times = blank(batch, columns), batch // small.tokens.shape[0]
-
-        def copy(source: Array, target: Array) -> Array:
-            return jax.lax.dynamic_update_slice(target, jnp.repeat(source, times, axis=0), (0,) * target.ndim)
-
-        return jax.tree.map(copy, small, big)
-
     one = jnp.full(1, size, jnp.int32)
-    common = append(model, blank(1, size), prompt[None], one, column=jnp.int32(0), turn=jnp.int32(-1))
-    group = spread(common, groups, size + width)
+    common = append(model, blank(model, 1, size), prompt[None], one, column=jnp.int32(0), turn=jnp.int32(-1))
+    group = spread(model, common, groups, size + width)
     group = append(model, group, ids, lengths, column=jnp.int32(size), turn=jnp.int32(0))
-    decoding = spread(group, batch, size + turns * (width + settings.max_new_tokens))
+    decoding = spread(model, group, batch, count_columns(settings, tables, 1))
     return Episodes(
         keys=row_keys,
         decoding=decoding,
         worlds=Played(states, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)),
         alive=jnp.ones(batch, bool),
         lacks_end=jnp.zeros(batch, bool),
-        turn_ends=jnp.zeros(decoding.tokens.shape, bool),
+        turn_ends=jnp.full((batch, turns), -1, jnp.int32),
         turn_rewards=jnp.zeros((batch, turns), jnp.float32),
         env_rewards=jnp.zeros((batch, turns), jnp.float32),
         turn_played=jnp.zeros((batch, turns), bool),
@@ -302,12 +298,11 @@ class Engine:
         dtype: Any,
         max_context: int,
         block: int = 0,
+        stages: int = 1,
     ) -> None:
         """Raises UserError if the context cannot hold one turn, or all of them."""
-        self.columns = tables.prompt.shape[0] + settings.max_turns * (
-            tables.turn.max_length + settings.max_new_tokens
-        )
-        one_turn = tables.prompt.shape[0] + tables.turn.max_length + settings.max_new_tokens
+        self.columns = count_columns(settings, tables, settings.max_turns)
+        one_turn = count_columns(settings, tables, 1)
         if self.columns > max_context:
             what = (
                 f"cannot hold one turn ({one_turn} tokens)"
@@ -321,7 +316,13 @@ class Engine:
         self.env, self.settings, self.tables = env, settings, tables
         self._compiled = jax.jit(
             functools.partial(
-                _merged_rollout, env=env, settings=settings, graphdef=graphdef, dtype=dtype, block=block
+                _merged_rollout,
+                env=env,
+                settings=settings,
+                graphdef=graphdef,
+                dtype=dtype,
+                block=block,
+                stages=stages,
             ),
             static_argnames="group_size",
         )
@@ -345,11 +346,20 @@ class Engine:
 
 
 def _merged_rollout(
-    params, tables, level_keys, key, temperature, *, env, settings, graphdef, dtype, group_size, block
+    params, tables, level_keys, key, temperature, *, env, settings, graphdef, dtype, group_size, block, stages
 ) -> Trajectory:
     # One cast before the loops: a cast inside them would read the wide weights at every token.
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     model = nnx.merge(graphdef, params)
     return rollout(
-        model, env, settings, tables, level_keys, key, temperature, group_size=group_size, block=block
+        model,
+        env,
+        settings,
+        tables,
+        level_keys,
+        key,
+        temperature,
+        group_size=group_size,
+        block=block,
+        stages=stages,
     )

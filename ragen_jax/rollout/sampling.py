@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -53,14 +55,21 @@ def sample(
     start = jnp.take_along_axis(block_ends - block_mass, block, axis=1)
     offset = jnp.sum(jnp.cumsum(inside, axis=-1) <= target - start, axis=-1, keepdims=True)
     drawn = jnp.minimum(block * _BLOCK + offset, vocab - 1)
-    best = jnp.argmax(logits, axis=-1, keepdims=True)
     # The two levels round differently; a draw that falls in the gap must not land on a token without mass.
-    massless = jnp.take_along_axis(weights, drawn, axis=1) == 0
-    token = jnp.where(massless | jnp.asarray(greedy), best, drawn)
+    unfit = (jnp.take_along_axis(weights, drawn, axis=1) == 0) | jnp.asarray(greedy)
+
+    def most_likely() -> Int[Array, "b 1"]:
+        return jnp.where(unfit, jnp.argmax(logits, axis=-1, keepdims=True), drawn)
+
+    token = jax.lax.cond(jnp.any(unfit), most_likely, lambda: drawn)  # rarely: a pass over all logits
     logprobs = jnp.take_along_axis(logits, token, axis=1) - top - jnp.log(total)
     return token[:, 0].astype(jnp.int32), logprobs[:, 0]
 
 
-def row_uniforms(keys: chex.PRNGKey, step: Int[Array, ""]) -> Float[Array, "b"]:
-    """One uniform a row, from the row's own stream: independent of how the batch is laid out."""
-    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, step)))(keys)
+def row_uniforms(keys: chex.PRNGKey, columns: Int[Array, "n"]) -> Float[Array, "b n"]:
+    """One uniform a row and column, from the row's own stream: independent of how the batch is laid out."""
+
+    def draw(key: chex.PRNGKey, column: Int[Array, ""]) -> Float[Array, ""]:
+        return jax.random.uniform(jax.random.fold_in(key, column))
+
+    return jax.vmap(lambda key: jax.vmap(functools.partial(draw, key))(columns))(keys)

@@ -63,6 +63,7 @@ def build(config: Config) -> Program:
         dtype=rollout_dtype,
         max_context=config.rollout.context,
         block=config.rollout.block,
+        stages=config.rollout.stages,
     )
     critic = config.algo.estimator == "gae"
     dtype = jnp.dtype(config.model.dtype)
