@@ -91,7 +91,6 @@ class TrainSettings:
     head_chunk: int = 1024  # tokens whose logits exist at a time
     actor_lr: float = 1e-6
     critic_lr: float = 1e-5
-    critic_warmup: int = 0  # first iterations that train the critic alone
     grad_clip: float = 1.0
     adam_b1: float = 0.9
     adam_b2: float = 0.999
