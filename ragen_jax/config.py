@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import pathlib
 import re
 from dataclasses import field
@@ -120,6 +121,7 @@ class EvalSettings:
 @dataclasses.dataclass
 class Config:
     run_dir: str = ""  # default: runs/<name of the config file>
+    wandb: str = ""  # a Weights & Biases project that gets the metrics as well
     seed: int = 0
     train_seed: int = 10_000  # first training level; levels advance from here
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -210,6 +212,10 @@ def validate(config: Config) -> None:
         value = getattr(getattr(config, section), name)
         if value not in choices:
             raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(repr(c) for c in choices)}.")
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"wandb is {config.wandb!r}, but the package is not installed; pip install 'ragen-jax[wandb]'."
+        )
     rollout, train, algo = config.rollout, config.train, config.algo
     at_least_one = {
         "rollout.groups": rollout.groups,

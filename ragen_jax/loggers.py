@@ -1,12 +1,15 @@
-"""`metrics.jsonl`: one JSON object a step, safe to resume."""
+"""Where a run's numbers go: `metrics.jsonl`, one JSON object a step, and Weights & Biases if asked for."""
 
 from __future__ import annotations
 
 import json
 import pathlib
+import secrets
 from typing import Any
 
 import numpy as np
+
+from ragen_jax.errors import UserError
 
 
 class MetricsFile:
@@ -27,6 +30,43 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class WandbRun:
+    """The numbers of a run in Weights & Biases as well. A resumed run goes on with the same curve."""
+
+    def __init__(self, project: str, folder: pathlib.Path, config: dict[str, Any]) -> None:
+        """Needs the extra `wandb`. Its id and its files lie in `folder`.
+
+        Raises:
+          UserError: Weights & Biases cannot begin the run, for example for want of a login.
+        """
+        import wandb
+
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=folder.name,
+                id=id_file.read_text(),
+                resume="allow",
+                dir=folder,
+                config=config,
+            )
+        except wandb.errors.Error as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"Weights & Biases cannot begin ({reason}); set WANDB_MODE=offline, or leave wandb out."
+            ) from error
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Log `values` (scalars) under `step`."""
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ ONLY_IN = {
     "orbax": {"ragen_jax.checkpoint"},
     "omegaconf": {"ragen_jax.config", "ragen_jax.viewer"},
     "typer": {"ragen_jax.cli"},
+    "wandb": {"ragen_jax.loggers"},
     "torch": set(),
 }
 

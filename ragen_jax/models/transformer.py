@@ -147,7 +147,7 @@ class Backbone(nnx.Module):
         mask = causal[None] & valid[:, None, :]
 
         x = self.embed(tokens)
-        extended = []
+        extended: list[LayerCache] = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             # Only the layers below need every column: their outputs are keys and values further up.
             wanted = last if len(extended) == len(cache) - 1 else None

@@ -14,7 +14,7 @@ from flax import nnx
 from ragen_jax.checkpoint import Checkpoints
 from ragen_jax.config import Config, ConfigError, load_config, save_config, to_dict
 from ragen_jax.errors import UserError
-from ragen_jax.loggers import MetricsFile
+from ragen_jax.loggers import MetricsFile, WandbRun
 from ragen_jax.models.hf import save_pretrained
 from ragen_jax.train.episodes import decode_episodes, write_episodes
 from ragen_jax.train.evaluate import evaluate
@@ -58,7 +58,12 @@ class Run:
             progress.say(f"resumed {self.folder} at step {restored[0]}")
         else:
             save_config(self.config, self.folder / "config.yaml")
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step=restored[0] if restored else -1)
+        step = restored[0] if restored else -1
+        self._sinks: list[MetricsFile | WandbRun] = [
+            MetricsFile(self.folder / "metrics.jsonl", resume_step=step)
+        ]
+        if self.config.wandb:
+            self._sinks.append(WandbRun(self.config.wandb, self.folder, to_dict(self.config)))
 
     @property
     def step(self) -> int:
@@ -75,6 +80,10 @@ class Run:
         self._write("eval", trajectory, group_size=1)
         return metrics
 
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(step, values)
+
     def _write(self, kind: str, trajectory: Trajectory, group_size: int) -> None:
         count = self.config.train.rollouts_kept
         episodes = decode_episodes(
@@ -90,7 +99,8 @@ class Run:
         """Finish writing."""
         self.checkpoints.wait()
         self.checkpoints.close()
-        self.metrics.close()
+        for sink in self._sinks:
+            sink.close()
 
     def warm_start(self) -> None:
         """Supervised steps on the expert's episodes, up to `sft.steps` of them."""
@@ -103,7 +113,7 @@ class Run:
             config, program.env, program.settings, program.tables, program.replies, program.policy
         )
         if done == 0:
-            self.metrics.write(0, {"phase": "sft", **self.evaluate()})
+            self._log(0, {"phase": "sft", **self.evaluate()})
         self.progress.phase("warm start", total, done)
         for _ in range(done, total):
             start = time.perf_counter()
@@ -116,7 +126,7 @@ class Run:
                 self.state = begin_reinforcement(config, self.state, program.policy)
             if last or self.step % config.sft.eval_every == 0:
                 metrics |= self.evaluate()
-            self.metrics.write(self.step, {"phase": "sft", **metrics})
+            self._log(self.step, {"phase": "sft", **metrics})
             if last or self.step % config.train.save_every == 0:
                 self.save()
             self.progress.advance(metrics)
@@ -129,7 +139,7 @@ class Run:
             return
         update = make_update(config, program.policy, program.critic, program.tables.ban)
         if self.step == 0:
-            self.metrics.write(0, {"phase": "rl", "iteration": 0, **self.evaluate()})
+            self._log(0, {"phase": "rl", "iteration": 0, **self.evaluate()})
         self.progress.phase("reinforcement", total, done)
         rollout_config = config.rollout
         for iteration in range(done, total):
@@ -163,7 +173,7 @@ class Run:
             last = iteration + 1 == total
             if last or (iteration + 1) % config.train.eval_every == 0:
                 metrics |= self.evaluate()
-            self.metrics.write(self.step, {"phase": "rl", **metrics})
+            self._log(self.step, {"phase": "rl", **metrics})
             if last or (iteration + 1) % config.train.save_every == 0:
                 self.save()
             self.progress.advance(metrics)
@@ -213,6 +223,7 @@ def _to_host(metrics: dict[str, Any]) -> dict[str, Any]:
 
 _MAY_CHANGE = {
     ("run_dir",),
+    ("wandb",),
     ("train", "iterations"),
     ("train", "eval_every"),
     ("train", "save_every"),
