@@ -208,7 +208,7 @@ def _gradient_steps(
     rows = jnp.concatenate(orders).reshape(config.train.epochs * count, size)
 
     def step(state: TrainState, rows: Int[Array, "n"]) -> tuple[TrainState, Metrics]:
-        return _one_step(config, forward, state, *take_rows((batch, targets), rows))
+        return gradient_step(config, forward, state, *take_rows((batch, targets), rows))
 
     state, metrics = jax.lax.scan(step, state, rows)
     # `skipped_steps` counts; everything else is the mean over the iteration's steps.
@@ -216,9 +216,10 @@ def _gradient_steps(
     return state, {**{k: jnp.mean(v) for k, v in metrics.items()}, "update/skipped_steps": skipped}
 
 
-def _one_step(
+def gradient_step(
     config: Config, forward: Forward, state: TrainState, batch: Batch, targets: Targets
 ) -> tuple[TrainState, Metrics]:
+    """One optimizer step of policy and critic on a minibatch, summed over its microbatches."""
     settings = config.algo
     weights = algo.token_weights(
         batch.loss_mask,
