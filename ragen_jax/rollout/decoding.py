@@ -89,7 +89,7 @@ def append(
     hidden, cache = model.extend(ids, positions, state.cache, column, valid, last=1)
     return state._replace(
         cache=cache,
-        hidden=hidden[:, 0],
+        hidden=jnp.where(lengths[:, None] > 0, hidden[:, 0], state.hidden),
         tokens=_write(state.tokens, jnp.where(real, ids, 0), column),
         valid=valid,
         turn_ids=_write(state.turn_ids, jnp.where(real, turn, -1), column),
