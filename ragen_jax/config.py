@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib.util
+import math
 import pathlib
 import re
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
@@ -142,6 +145,48 @@ _CHOICES = {
 }
 
 
+# What a number must satisfy, in words, and whom it binds.
+_LIMITS: list[tuple[Callable[[Any], bool], str, tuple[str, ...]]] = [
+    (
+        lambda x: x >= 1,
+        "at least 1",
+        (
+            *(f"model.tiny.{name}" for name in ("layers", "width", "heads", "kv_heads", "mlp_width")),
+            *(f"rollout.{name}" for name in ("groups", "group_size", "stages", "max_new_tokens")),
+            *(f"rollout.{name}" for name in ("max_turns", "max_actions_per_turn", "max_actions")),
+            *(f"train.{name}" for name in ("epochs", "microbatch", "head_chunk", "max_bad_steps")),
+            *(f"train.{name}" for name in ("eval_every", "save_every", "rollouts_every")),
+            *("train.keep_checkpoints", "sft.batch", "sft.eval_every", "eval.levels"),
+        ),
+    ),
+    (
+        lambda x: x >= 0,
+        "0 or more",
+        ("rollout.block", "train.iterations", "train.minibatch", "train.rollouts_kept", "sft.steps"),
+    ),
+    (lambda x: 0 <= x < 2**31, "from 0 to 2147483647", ("seed", "train_seed", "eval.seed")),
+    (
+        lambda x: 0 <= x < math.inf,
+        "0 or more, and finite",
+        (
+            *("train.actor_lr", "train.critic_lr", "sft.lr", "eval.temperature"),
+            *("algo.kl_coef", "algo.clip_high", "algo.value_clip"),
+        ),
+    ),
+    (
+        lambda x: 0 < x < math.inf,
+        "above 0 (evaluation may use temperature 0), and finite",
+        ("rollout.temperature",),
+    ),
+    (lambda x: 0 < x < math.inf, "above 0, and finite", ("train.grad_clip",)),
+    (math.isfinite, "finite", ("rollout.format_penalty", "algo.entropy_coef")),
+    (lambda x: 0 <= x <= 1, "from 0 to 1", ("algo.gamma", "algo.lam")),
+    (lambda x: 0 < x <= 1, "above 0 and at most 1", ("algo.keep_groups",)),
+    (lambda x: 0 <= x < 1, "from 0 to below 1", ("algo.clip_low", "train.adam_b1", "train.adam_b2")),
+    (lambda x: x == 0 or 1 < x < math.inf, "above 1, or 0 for none", ("algo.dual_clip",)),
+]
+
+
 def load_config(path: str | pathlib.Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply `key=value` overrides, check everything.
 
@@ -158,7 +203,8 @@ def load_config(path: str | pathlib.Path, overrides: list[str] | None = None) ->
         raw = OmegaConf.load(path)
     except Exception as error:  # YAML errors come in many types; all are the file's fault
         raise ConfigError(f"{path} is not valid YAML: {_first_line(error)}.") from error
-    raw = raw if isinstance(raw, DictConfig) else OmegaConf.create({})
+    if not isinstance(raw, DictConfig):
+        raise ConfigError(f"{path} must hold keys and values, such as `seed: 1`, not {type(raw).__name__}.")
     overrides_given = [_split_override(text) for text in overrides or []]
     given = [(key, value) for key, value in overrides_given if key != "algo"]
     chosen = [value for key, value in overrides_given if key == "algo"]
@@ -216,41 +262,18 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"wandb is {config.wandb!r}, but the package is not installed; pip install 'ragen-jax[wandb]'."
         )
+    for fits, what, keys in _LIMITS:
+        for key in keys:
+            value = functools.reduce(getattr, key.split("."), config)
+            if not fits(value):
+                raise ConfigError(f"{key} is {value}; it must be {what}.")
     rollout, train, algo = config.rollout, config.train, config.algo
-    at_least_one = {
-        "rollout.groups": rollout.groups,
-        "rollout.group_size": rollout.group_size,
-        "rollout.max_turns": rollout.max_turns,
-        "rollout.max_actions_per_turn": rollout.max_actions_per_turn,
-        "rollout.max_actions": rollout.max_actions,
-        "rollout.max_new_tokens": rollout.max_new_tokens,
-        "rollout.stages": rollout.stages,
-        "train.epochs": train.epochs,
-        "train.microbatch": train.microbatch,
-        "train.head_chunk": train.head_chunk,
-        "train.eval_every": train.eval_every,
-        "train.save_every": train.save_every,
-        "train.rollouts_every": train.rollouts_every,
-        "train.keep_checkpoints": train.keep_checkpoints,
-        "sft.batch": config.sft.batch,
-        "sft.eval_every": config.sft.eval_every,
-        "eval.levels": config.eval.levels,
-    }
-    for key, value in at_least_one.items():
-        if value < 1:
-            raise ConfigError(f"{key} is {value}; it must be at least 1.")
-    if not 0 < algo.keep_groups <= 1:
-        raise ConfigError(f"algo.keep_groups is {algo.keep_groups}; it must be above 0 and at most 1.")
     if rollout.group_size < 2 and (algo.keep_groups < 1 or algo.estimator == "grpo"):
         use = "the variance filter (algo.keep_groups)" if algo.keep_groups < 1 else "algo.estimator=grpo"
         raise ConfigError(
             f"rollout.group_size is 1, but {use} compares members of a group; set rollout.group_size to 2 "
             "or more, or algo.keep_groups=1 algo.estimator=gae."
         )
-    if rollout.block < 0:
-        raise ConfigError(f"rollout.block is {rollout.block}; it must be 0 (all rows at once) or more.")
-    if rollout.temperature <= 0:
-        raise ConfigError("rollout.temperature must be above 0 in training; evaluation may use 0.")
     episodes = kept_groups(config) * rollout.group_size
     _, size = update_shape(config)
     if episodes % size:
@@ -258,10 +281,11 @@ def validate(config: Config) -> None:
             f"train.minibatch is {train.minibatch}, which does not divide the {episodes} episodes that are "
             "kept an iteration; choose a divisor."
         )
-    if size % min(train.microbatch, size):
-        raise ConfigError(
-            f"train.microbatch is {train.microbatch}, which does not divide the minibatch of {size} episodes."
-        )
+    for rows, what in ((size, "minibatch"), (config.sft.batch, "sft.batch")):
+        if rows % min(train.microbatch, rows):
+            raise ConfigError(
+                f"train.microbatch is {train.microbatch}, which does not divide the {what} of {rows} episodes."
+            )
 
 
 def _preset(folder: pathlib.Path, name: str | None) -> dict[str, Any]:

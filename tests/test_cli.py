@@ -171,6 +171,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(trained, ragen, tmp_path):
         "rollout.context is 20, which cannot hold one turn": [config, out, "rollout.context=20"],
         "rollout.max_new_tokens is 3": [config, out, "rollout.max_new_tokens=3"],
         "unknown environment 'chess'": [config, out, "env.name=chess"],
+        "must be even": [config, out, "model.tiny.width=36"],
         "env: ": [config, out, "env.options.colour=red"],
         "holds a run with other settings (algo": [config, f"run_dir={run}", "algo=starpo"],
     }

@@ -71,8 +71,20 @@ def test_shapes_of_the_update():
         ("algo.keep_groups=0", "above 0 and at most 1"),
         ("train.minibatch=7", "does not divide the 32 episodes"),
         ("train.microbatch=3", "does not divide the minibatch of 16"),
-        ("rollout.temperature=0", "must be above 0 in training"),
+        ("sft.batch=24", "does not divide the sft.batch of 24"),
+        ("rollout.temperature=0", "must be above 0 (evaluation may use temperature 0)"),
         ("rollout.max_turns=0", "must be at least 1"),
+        ("model.tiny.layers=0", "must be at least 1"),
+        ("rollout.block=-1", "must be 0 or more"),
+        ("train.actor_lr=-1", "must be 0 or more, and finite"),
+        ("train.actor_lr=nan", "must be 0 or more, and finite"),
+        ("train.grad_clip=0", "must be above 0"),
+        ("train.adam_b2=1", "from 0 to below 1"),
+        ("algo.gamma=2", "from 0 to 1"),
+        ("algo.dual_clip=0.5", "above 1, or 0 for none"),
+        ("algo.entropy_coef=inf", "must be finite"),
+        ("seed=-1", "from 0 to"),
+        ("eval.seed=4294967296", "from 0 to"),
     ],
 )
 def test_what_cannot_run_is_refused(override, says):
@@ -89,6 +101,9 @@ def test_a_file_that_is_missing_or_broken_is_refused(tmp_path):
     broken = tmp_path / "broken.yaml"
     broken.write_text("train: {iterations: 3")
     with pytest.raises(ConfigError, match=r"broken\.yaml is not valid YAML"):
+        load_config(broken)
+    broken.write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="must hold keys and values"):
         load_config(broken)
     misspelt = tmp_path / "misspelt.yaml"
     misspelt.write_text("train: {iteration: 3}\n")

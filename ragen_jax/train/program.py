@@ -100,6 +100,11 @@ def tiny_model(config: Config, vocab_size: int) -> CausalLM:
             "model.tiny: heads must divide width, and kv_heads must divide heads "
             f"(width {tiny.width}, heads {tiny.heads}, kv_heads {tiny.kv_heads})."
         )
+    if tiny.width // tiny.heads % 2:
+        raise ConfigError(
+            f"model.tiny: a head of {tiny.width // tiny.heads} numbers (width / heads) must be even, because "
+            "rotary embeddings turn pairs."
+        )
     shape = ModelConfig(
         family="qwen2",
         vocab_size=vocab_size,
