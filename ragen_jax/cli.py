@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -77,6 +78,19 @@ class Bars:
         self._bars.stop()
 
 
+@contextlib.contextmanager
+def _progress() -> Iterator[Bars]:
+    """Bars that are taken down whatever happens; an interrupt ends the command with a word on resuming."""
+    bars = Bars()
+    try:
+        yield bars
+    except KeyboardInterrupt:
+        bars.say("stopped; the same command goes on from the newest checkpoint")
+        raise typer.Exit(130) from None
+    finally:
+        bars.stop()
+
+
 def _prepare_jax() -> None:
     """Compile once for each machine: later runs of the same program start at once."""
     import jax
@@ -102,12 +116,9 @@ def train(config: ConfigArg, overrides: Overrides = None) -> None:
 
     start = time.perf_counter()
     program = _build(config, overrides)
-    bars = Bars()
-    try:
+    with _progress() as bars:
         run = run_training(program, bars)
         best = ceiling(program)
-    finally:
-        bars.stop()
     run.close()
     _report(program, best, summary_line)
     console.print(
@@ -149,12 +160,9 @@ def sft(config: ConfigArg, overrides: Overrides = None) -> None:
         raise ConfigError(
             "sft.steps is 0; set it to the number of supervised steps, for example sft.steps=100."
         )
-    bars = Bars()
-    try:
+    with _progress() as bars:
         run = run_training(program, bars, supervised_only=True)
         best = ceiling(program)
-    finally:
-        bars.stop()
     run.export(run.folder / "model")
     run.close()
     _report(program, best, summary_line)
@@ -268,6 +276,11 @@ def main() -> None:
         with contextlib.suppress(Exception):
             console.file.flush()
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr)
         sys.exit(2)
 
 

@@ -204,7 +204,7 @@ def load_config(path: str | pathlib.Path, overrides: list[str] | None = None) ->
     except Exception as error:  # YAML errors come in many types; all are the file's fault
         raise ConfigError(f"{path} is not valid YAML: {_first_line(error)}.") from error
     if not isinstance(raw, DictConfig):
-        raise ConfigError(f"{path} must hold keys and values, such as `seed: 1`, not {type(raw).__name__}.")
+        raise ConfigError(f"{path} must hold keys and values, such as `seed: 1`, and no list.")
     overrides_given = [_split_override(text) for text in overrides or []]
     given = [(key, value) for key, value in overrides_given if key != "algo"]
     chosen = [value for key, value in overrides_given if key == "algo"]
@@ -281,10 +281,11 @@ def validate(config: Config) -> None:
             f"train.minibatch is {train.minibatch}, which does not divide the {episodes} episodes that are "
             "kept an iteration; choose a divisor."
         )
+    micro = train.microbatch
     for rows, what in ((size, "minibatch"), (config.sft.batch, "sft.batch")):
-        if rows % min(train.microbatch, rows):
+        if rows % min(micro, rows):
             raise ConfigError(
-                f"train.microbatch is {train.microbatch}, which does not divide the {what} of {rows} episodes."
+                f"train.microbatch is {micro}, which does not divide the {what} of {rows} episodes."
             )
 
 

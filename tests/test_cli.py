@@ -177,10 +177,28 @@ def test_bad_input_is_one_sentence_and_exit_code_2(trained, ragen, tmp_path):
     }
     for says, words in cases.items():
         assert says in refused(ragen, "train", *words), says
+    (tmp_path / "file").touch()
+    assert "file: File exists." in refused(ragen, "train", config, f"run_dir={tmp_path / 'file'}")
+    assert "Not a directory." in refused(ragen, "train", config, f"run_dir={tmp_path / 'file' / 'run'}")
     assert not (tmp_path / "run").exists()
     assert "neither a run folder" in refused(ragen, "eval", empty)
     assert "There is no run folder" in refused(ragen, "view", tmp_path / "nowhere")
     assert "--dtype" in refused(ragen, "export", run, "--out", tmp_path / "x", "--dtype", "int8")
+
+
+def test_an_interrupt_says_how_to_go_on(trained, ragen, tmp_path, monkeypatch):
+    _, config = trained
+
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ragen_jax.train.loop.Run.reinforce", interrupted)
+    code, out, err = ragen("train", config, f"run_dir={tmp_path / 'run'}")
+    assert code == 130
+    assert "the same command goes on" in out
+    assert "Traceback" not in err
+    # What was done before it is on disk.
+    assert sorted(int(p.name) for p in (tmp_path / "run/checkpoints").glob("[0-9]*"))[-1:] == [2]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(trained, ragen, tmp_path):

@@ -181,7 +181,6 @@ class Run:
     def _stop_if_broken(self) -> None:
         bad, limit = int(self.state.bad_steps), self.config.train.max_bad_steps
         if bad >= limit:
-            self.close()
             raise TrainingStopped(
                 f"The gradient was not finite {bad} times in a row (train.max_bad_steps={limit}), so the run "
                 f"stopped at step {self.step}; the last checkpoint in {self.folder} is from before. Lower "
@@ -199,10 +198,14 @@ def export_policy(program: Program, params: nnx.State, out: pathlib.Path, *, dty
 def train(program: Program, progress: Progress, *, supervised_only: bool = False) -> Run:
     """Bring a run to its end, from wherever it stands. Takes the parameters of the program's model."""
     run = Run(program, progress)
-    run.warm_start()
-    if not supervised_only:
-        run.reinforce()
-    run.checkpoints.wait()
+    try:
+        run.warm_start()
+        if not supervised_only:
+            run.reinforce()
+        run.checkpoints.wait()
+    except BaseException:
+        run.close()  # a checkpoint under way is finished, whatever ended the run
+        raise
     return run
 
 
