@@ -91,9 +91,12 @@ def _progress() -> Iterator[Bars]:
         bars.stop()
 
 
-def _prepare_jax() -> None:
+def _prepare() -> None:
     """Compile once for each machine: later runs of the same program start at once."""
     import jax
+
+    # Its tokenizers alone are used; it would advise to install PyTorch.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path.home() / ".cache/ragen_jax/xla"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -101,7 +104,7 @@ def _prepare_jax() -> None:
 
 
 def _build(config_path: pathlib.Path, overrides: list[str] | None) -> Any:
-    _prepare_jax()
+    _prepare()
     from ragen_jax.config import load_config
     from ragen_jax.train.program import build
 
