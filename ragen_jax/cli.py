@@ -96,7 +96,7 @@ def _prepare() -> None:
     import jax
 
     # Its tokenizers alone are used; it would advise to install PyTorch.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path.home() / ".cache/ragen_jax/xla"))
     jax.config.update("jax_compilation_cache_dir", cache)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import math
 import pathlib
 import re
@@ -258,10 +257,6 @@ def validate(config: Config) -> None:
         value = getattr(getattr(config, section), name)
         if value not in choices:
             raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(repr(c) for c in choices)}.")
-    if config.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"wandb is {config.wandb!r}, but the package is not installed; pip install 'ragen-jax[wandb]'."
-        )
     for fits, what, keys in _LIMITS:
         for key in keys:
             value = functools.reduce(getattr, key.split("."), config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import secrets
@@ -30,6 +31,12 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def require_wandb() -> None:
+    """Raise UserError where the package is missing: before a run begins, not in its middle."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError("wandb is set, but the package is not installed; pip install 'ragen-jax[wandb]'.")
 
 
 class WandbRun:

@@ -6,10 +6,8 @@ import types
 
 import pytest
 
-from ragen_jax.config import ConfigError, load_config
 from ragen_jax.errors import UserError
-from ragen_jax.loggers import MetricsFile, WandbRun, read_metrics
-from tests.programs import ROOT
+from ragen_jax.loggers import MetricsFile, WandbRun, read_metrics, require_wandb
 
 
 def test_a_resumed_file_holds_each_step_once_and_nothing_past_the_checkpoint(tmp_path):
@@ -67,5 +65,5 @@ def test_wandb_gets_the_numbers_and_a_resumed_run_keeps_its_id(tmp_path, monkeyp
 
 def test_wandb_without_the_package_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="not installed"):
-        load_config(ROOT / "configs/quickstart.yaml", ["wandb=ice"])
+    with pytest.raises(UserError, match="not installed"):
+        require_wandb()

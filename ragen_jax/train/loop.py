@@ -14,7 +14,7 @@ from flax import nnx
 from ragen_jax.checkpoint import Checkpoints
 from ragen_jax.config import Config, ConfigError, load_config, save_config, to_dict
 from ragen_jax.errors import UserError
-from ragen_jax.loggers import MetricsFile, WandbRun
+from ragen_jax.loggers import MetricsFile, WandbRun, require_wandb
 from ragen_jax.models.hf import save_pretrained
 from ragen_jax.train.episodes import decode_episodes, write_episodes
 from ragen_jax.train.evaluate import evaluate
@@ -48,6 +48,8 @@ class Run:
     def __init__(self, program: Program, progress: Progress) -> None:
         self.program, self.progress = program, progress
         self.config, self.folder = program.config, run_folder(program.config)
+        if self.config.wandb:
+            require_wandb()
         self.folder.mkdir(parents=True, exist_ok=True)
         _check_same_run(self.config, self.folder)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=self.config.train.keep_checkpoints)
