@@ -91,12 +91,9 @@ def _progress() -> Iterator[Bars]:
         bars.stop()
 
 
-def _prepare() -> None:
+def _prepare_jax() -> None:
     """Compile once for each machine: later runs of the same program start at once."""
     import jax
-
-    # Its tokenizers alone are used; it would advise to install PyTorch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path.home() / ".cache/ragen_jax/xla"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -104,7 +101,7 @@ def _prepare() -> None:
 
 
 def _build(config_path: pathlib.Path, overrides: list[str] | None) -> Any:
-    _prepare()
+    _prepare_jax()
     from ragen_jax.config import load_config
     from ragen_jax.train.program import build
 
@@ -273,6 +270,8 @@ def main() -> None:
     """Entry point: a failure that the user can mend is one sentence and exit code 2."""
     from ragen_jax.errors import UserError
 
+    # Of transformers the tokenizers alone are used, but it would advise to install PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app()
     except UserError as error:
