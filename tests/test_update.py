@@ -179,17 +179,22 @@ def test_values_and_entropies_speak_of_the_token_that_follows():
     params = jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape), shapes)
     policy = nnx.state(made.model)
     forward = Forward(made.config, made.policy, graph, made.tables.ban, 0.7)
-    values = forward.values(params, BATCH.tokens, BATCH.valid)
+    values = jax.jit(forward.values)(params, BATCH.tokens, BATCH.valid)
     positions = jnp.broadcast_to(jnp.arange(COLUMNS)[None], MASK.shape)
-    direct = nnx.merge(graph, params)(BATCH.tokens, positions, BATCH.valid)
+    direct = jax.jit(lambda p: nnx.merge(graph, p)(BATCH.tokens, positions, BATCH.valid))(params)
     np.testing.assert_allclose(values[:, 1:], direct[:, :-1], atol=1e-5)
     assert (values[:, 0] == 0).all()
     assert float(jnp.std(direct)) > 0.01
 
     mask = BATCH.loss_mask.at[:, 0].set(False)
-    logprobs, entropy = forward.logprobs(policy, BATCH.tokens, BATCH.valid, mask)
-    model = nnx.merge(made.policy, policy)
-    logits = model.logits(model(BATCH.tokens, positions, BATCH.valid)) / 0.7
+    logprobs, entropy = jax.jit(forward.logprobs)(policy, BATCH.tokens, BATCH.valid, mask)
+
+    @jax.jit
+    def plain_logits(params):
+        model = nnx.merge(made.policy, params)
+        return model.logits(model(BATCH.tokens, positions, BATCH.valid)) / 0.7
+
+    logits = plain_logits(policy)
     table = jax.nn.log_softmax(jnp.where(made.tables.ban[None, None], -1e30, logits), axis=-1)[:, :-1]
     taken = jnp.take_along_axis(table, BATCH.tokens[:, 1:, None], axis=2)[:, :, 0]
     spread = -jnp.sum(jnp.exp(table) * table, axis=-1)
