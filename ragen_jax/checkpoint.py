@@ -26,6 +26,7 @@ class Checkpoints:
         self.folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._damaged: set[int] = set()
 
     @property
     def steps(self) -> list[int]:
@@ -33,7 +34,13 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any) -> None:
-        """Write `state` (a pytree of arrays) as `step`, in the background. An existing step stays."""
+        """Write `state` (a pytree of arrays) as `step`, in the background.
+
+        An existing step stays, unless `restore` passed it over because it could not be read.
+        """
+        if step in self._damaged:
+            self._manager.delete(step)
+            self._damaged.remove(step)
         if step not in self._manager.all_steps():
             self._manager.save(step, args=ocp.args.StandardSave(_unwrap_keys(state)))
 
@@ -54,6 +61,7 @@ class Checkpoints:
             except Exception as error:  # damage shows as many types, from tensorstore's to JSON's
                 reasons.append(f"step {step}: {str(error).strip().splitlines()[0][:160]}")
                 continue
+            self._damaged = {damaged for damaged in self.steps if damaged > step}
             for reason in reasons:
                 print(f"warning: skipped a checkpoint that cannot be read ({reason})")
             return step, _wrap_keys(restored, like)

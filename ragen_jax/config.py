@@ -277,7 +277,8 @@ def validate(config: Config) -> None:
             "kept an iteration; choose a divisor."
         )
     micro = train.microbatch
-    for rows, what in ((size, "minibatch"), (config.sft.batch, "sft.batch")):
+    warm = config.sft.batch if config.sft.steps else micro
+    for rows, what in ((size, "minibatch"), (warm, "sft.batch")):
         if rows % min(micro, rows):
             raise ConfigError(
                 f"train.microbatch is {micro}, which does not divide the {what} of {rows} episodes."

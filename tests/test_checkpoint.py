@@ -69,6 +69,16 @@ def test_a_damaged_newest_falls_back_to_the_one_before(two_steps, capsys):
     assert "step 3" in capsys.readouterr().out
 
 
+def test_a_damaged_step_is_written_again(two_steps):
+    damage(two_steps / "3")
+    checkpoints = Checkpoints(two_steps)
+    checkpoints.restore(state(0))
+    checkpoints.save(3, state(9))
+    checkpoints.close()
+    _, (step, restored) = reopen(two_steps)
+    assert (step, int(restored["step"])) == (3, 9)
+
+
 def test_nothing_but_damage_is_one_sentence_and_nothing_is_deleted(two_steps):
     for step in ("2", "3"):
         damage(two_steps / step)

@@ -95,6 +95,10 @@ def test_what_cannot_run_is_refused(override, says):
     assert "\n" not in message
 
 
+def test_the_batch_of_a_warm_start_that_is_not_run_binds_nothing():
+    load_config(QUICKSTART, ["sft.steps=0", "sft.batch=24"])
+
+
 def test_a_file_that_is_missing_or_broken_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="There is no config file"):
         load_config(tmp_path / "none.yaml")

@@ -5,7 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from ragen_jax.models.transformer import CausalLM
 from ragen_jax.rollout.decoding import append, blank, generate_turn, spread
 from tests.programs import program
 
@@ -61,6 +63,26 @@ def test_turns_draw_anew_and_rows_apart():
     assert len(set(replies)) == 2 * ROWS
     _, again = turn(compiled()[2], 0, [6, 3, 5, 1], [True] * ROWS)
     np.testing.assert_array_equal(again.tokens, first.tokens)
+
+
+def test_bfloat16_rounds_no_logits():
+    """The log-probability recorded is that of the head in training: a float32 sum of bfloat16 products."""
+    made = program()
+    model = CausalLM(made.model.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    hidden = 30 * jax.random.normal(jax.random.key(0), (ROWS, made.model.config.hidden_size), jnp.bfloat16)
+    state = blank(model, ROWS, BUDGET)._replace(hidden=hidden)
+    zero, one = jnp.int32(0), jnp.float32(1.0)
+    step = functools.partial(generate_turn, max_new_tokens=1)
+    everyone = jnp.ones(ROWS, bool)
+    head = model.head_weight().T
+    # Operation by operation: a compiler may leave out roundings that the program asks for.
+    with jax.disable_jit():
+        after, reply = step(
+            model, head, made.tables, state, everyone, KEYS, column=zero, turn=zero, temperature=one
+        )
+    table = jax.nn.log_softmax(jnp.where(made.tables.ban[None], -1e30, model.logits(hidden)), axis=-1)
+    expected = jnp.take_along_axis(table, reply.tokens, axis=1)
+    np.testing.assert_allclose(after.logprobs[:, :1], expected, atol=1e-4)
 
 
 def test_spread_repeats_rows_and_adds_blank_columns():

@@ -126,7 +126,9 @@ def generate_turn(
 
     def decode(carry):
         step, state, going, matched, ended = carry
-        logits = restrict(state.hidden @ head, ban=tables.ban, temperature=temperature)
+        # Summed in float32, as in training: logits rounded to bfloat16 would be another distribution.
+        logits = jnp.matmul(state.hidden, head, preferred_element_type=jnp.float32)
+        logits = restrict(logits, ban=tables.ban, temperature=temperature)
         column = start + step
         token, logprob = sample(logits, uniforms[:, step], greedy=temperature <= 0)
         valid = _write(state.valid, going[:, None], column)
