@@ -67,8 +67,8 @@ class Checkpoints:
             return step, _wrap_keys(restored, like)
         if reasons:
             raise CheckpointError(
-                f"No checkpoint under {self.folder} can be read ({'; '.join(reasons)}); restore the folder "
-                "from a copy, or start again with another run_dir."
+                f"No checkpoint under {self.folder} can be read with these settings "
+                f"({'; '.join(reasons)}); take back what was overridden, or restore the folder from a copy."
             )
         return None
 

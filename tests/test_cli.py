@@ -127,6 +127,9 @@ def test_sft_exports_its_model(trained, ragen, tmp_path):
     code, _, err = ragen("sft", config, "sft.steps=0")
     assert code == 2
     assert "sft.steps" in err
+    run, _ = trained
+    assert "no warm start alone" in refused(ragen, "sft", config, f"run_dir={run}")
+    assert not (run / "model").exists()
 
 
 def test_view_writes_a_page_with_the_episodes(trained, ragen):

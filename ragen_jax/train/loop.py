@@ -201,6 +201,11 @@ def train(program: Program, progress: Progress, *, supervised_only: bool = False
     """Bring a run to its end, from wherever it stands. Takes the parameters of the program's model."""
     run = Run(program, progress)
     try:
+        if supervised_only and int(run.state.iteration):
+            raise ConfigError(
+                f"{run.folder} holds a run that reinforcement has begun in, so its policy is no warm start "
+                "alone; choose another run_dir, or use export."
+            )
         run.warm_start()
         if not supervised_only:
             run.reinforce()
